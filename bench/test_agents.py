@@ -1,12 +1,12 @@
-"""Agents on a scripted engine: turns a second in one process, memory, and long rollouts.
+"""Agents with a scripted engine: turns per second in one process, memory, and long rollouts.
 
     pytest bench/test_agents.py -o addopts=--import-mode=importlib -s
 
-``addopts`` turns off runtime type checks, which would take most of the time. Where a machine is
-busy, event loops are late whatever they do: beside each loop's lag is that of an idle one, in a
-process of its own, over the same time. With an engine that answers at once, rollouts are played as
-fast as they can be, all in step, and the loop has always something to do; its lag is also measured
-where replies take time, for a load of 1,100 to 1,400 turns a second.
+``addopts`` turns off runtime type checks, which would take most of the time. On a busy machine,
+every event loop lags. The output therefore also shows the lag of an idle loop in another process
+over the same time. With an engine that answers at once, rollouts run in lockstep as fast as
+possible, and the loop is always busy. The lag is therefore also measured with replies that take
+time, at a load of 1,100 to 1,400 turns per second.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ asyncio.run(watch())
 
 
 class IdleLoop:
-    """The lag of an event loop with nothing to do, in a process of its own, meanwhile."""
+    """Measures the lag of an idle event loop in another process while the context is open."""
 
     def __enter__(self):
         command = [sys.executable, "-c", IDLE]
@@ -72,10 +72,10 @@ class IdleLoop:
 
 
 class Scripted:
-    """Calls a tool ``turns - 1`` times in each rollout, then answers.
+    """An engine that calls a tool ``turns - 1`` times in each rollout, then answers.
 
-    Each reply takes up to twice ``delay_s`` seconds, at random. The worker's process has a copy, as
-    it has of a client of vLLM.
+    Each reply takes a random time of up to twice ``delay_s`` seconds. The worker's process has a
+    copy of the engine, as it has of a vLLM client.
     """
 
     portable = True
@@ -136,7 +136,7 @@ async def agent_run(engine, renderer, session, turns):
 
 
 def report(name, turns, seconds, lag, idle):
-    """``lag`` is the p99 and the maximum of the loop."""
+    """Print a result; ``lag`` and ``idle`` are pairs of the p99 and the maximum lag of a loop."""
     lags = [f"p99 {p99 * 1e3:.1f} ms, max {most * 1e3:.1f} ms" for p99, most in (lag, idle)]
     print(
         f"\n{name}: {turns / seconds:,.0f} turns/s; loop lag {lags[0]}; of an idle loop {lags[1]}"
@@ -173,7 +173,7 @@ def test_rollouts_with_tools_in_one_process(tokenizer, concurrent, delay_s):
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.12])
 def test_rollouts_with_tools_through_the_worker(tokenizer, delay_s):
-    """The worker's process plays, groups and sends; this one takes."""
+    """The worker's process runs rollouts and sends groups, which this process takes."""
     turns, groups, size, steps = 20, 16, 4, 12
     engine = Scripted(tokenizer, turns=turns, delay_s=delay_s)
     environment = rollout.tool_agent(
@@ -197,7 +197,7 @@ def test_rollouts_with_tools_through_the_worker(tokenizer, delay_s):
             assert all(one.metrics["turns"] == turns for group in taken for one in group.rollouts)
             engine.version += 1
 
-        for _ in range(4):  # the pipeline is full, and everything has been used once
+        for _ in range(4):  # fill the pipeline, and warm everything up
             step()
         with IdleLoop() as idle:
             began = time.perf_counter()
@@ -228,7 +228,7 @@ def test_a_thousand_rollouts_at_once(tokenizer):
 
 
 def message_of(content, stream):
-    """The text of a response, or of the chunks of a stream."""
+    """Return the text of a response or of the chunks of a stream."""
     if not stream:
         return json.loads(content)["choices"][0]["message"]["content"]
     chunks = [line[6:] for line in content.splitlines() if line.startswith(b"data: {")]

@@ -1,15 +1,18 @@
-"""The effect of the staleness bound K: a trainer that sleeps, with rollouts that take time.
+"""Effect of the staleness bound K on the step time, with a sleeping trainer and slow rollouts.
 
     python -m pytest bench/test_async_overlap.py -m "" --benchmark-only -s
 
-Replies are lognormal in length, with a 99th percentile of 10 times the median, and take time in
-proportion. Groups of 8 rollouts, 8 groups a step, so 8 (K + 1) groups in flight at most. The
-trainer takes 3 medians. Each row: a step's mean time over the larger of the trainer's time and the
-time in which the groups in flight generate a step's rollouts (step/ideal), and over the trainer's
-time alone; the share of groups dropped for staleness; and the mean length, in tokens, of the groups
-dropped, trained and generated.
+The length of a reply is lognormal, with a 99th percentile of 10 times the median, and its duration
+is proportional to its length. A group has 8 rollouts and a step 8 groups, so at most 8 (K + 1)
+groups are in flight. A training step takes 3 times the median duration of a reply. Each row shows:
 
-Everything but the model is real (worker process, admission, buffer, cancellation).
+- the mean time of a step over its ideal time (step/ideal): the larger of the trainer's time and the
+  time in which the groups in flight generate the rollouts of a step;
+- the mean time of a step over the trainer's time;
+- the fraction of groups dropped for staleness;
+- the mean length, in tokens, of the groups dropped, trained and generated.
+
+Everything but the model is real: worker process, admission, buffer and cancellation.
 """
 
 import math
@@ -33,7 +36,7 @@ rows: dict[int, dict[str, float]] = {}
 
 
 def tasks():
-    """Groups whose rollouts' lengths are known, so that those of dropped ones are, too."""
+    """Return tasks with fixed rollout lengths, which are then known for dropped groups too."""
     draw, tasks = random.Random(0), []
     for number in range(4000):
         lengths = [
@@ -103,7 +106,7 @@ def test_a_step(benchmark, bound):
         step_s = (time.perf_counter() - began) / steps
         after = rollouts.stats()
 
-    # Of the groups that had certainly ended: not trained is dropped.
+    # Among the groups that have certainly ended, those that were not trained were dropped.
     ended = dataset[: after["started"] - after["in_flight"] - after["buffered"] - 2 * GROUPS]
     done = set(trained)
     dropped = [task for task in ended if task["id"] not in done]

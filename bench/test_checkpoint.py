@@ -1,10 +1,11 @@
-"""Saving and loading 100M parameters in float32 with AdamW (1.2 GB), by one process.
+"""Time to save and load 100M float32 parameters with AdamW (1.2 GB) in one process.
 
     python -m pytest bench/test_checkpoint.py -m "" --benchmark-only
 
-``returns`` is how long an asynchronous save blocks training, once host memory is allocated; the
-rows below it write and sync the files. ``dcp`` is ``torch.distributed.checkpoint`` with
-its own files, which have no digests, and ``torch.save`` one pickle, not synced.
+``returns`` is the time for which an asynchronous save blocks training, once host memory is
+allocated; the rows below it include writing and syncing the files. ``dcp`` is
+``torch.distributed.checkpoint`` with its own files, which have no digests. ``torch.save`` writes
+one pickle without syncing it.
 """
 
 import pytest

@@ -1,17 +1,18 @@
-"""Balance of context-parallel attention, and the time to divide the work.
+"""Load balance of context-parallel attention, and the time to divide the work.
 
     python -m pytest bench/test_context.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
-65,536 rows on 2, 4 and 8 ranks, as one long document, as many short ones and as a skewed mixture.
-Work is counted exactly, as pairs of query and key; each row prints the most of a rank over the
-mean, for
+65,536 rows are divided over 2, 4 and 8 ranks, as one long document, as many short ones and as a
+skewed mixture. Work is counted exactly, as pairs of query and key. Each row prints the largest work
+of a rank over the mean for these methods:
 
 - contiguous: each rank computes attention for its own rows;
 - zigzag: rows are cut into 2 cp equal chunks, and rank j has chunks j and 2 cp - 1 - j;
-- ours: ``context="gathered"``, with the share of queries that are sent to another rank and back.
+- ours: ``context="gathered"``, with the fraction of queries that are sent to another rank and back.
 
-With ``context="ulysses"`` every rank computes its share of the heads over all rows: 1.000.
-The timed part runs once per forward pass, on the host: finding documents and dividing the work.
+With ``context="ulysses"``, every rank computes its share of the heads over all rows, so the ratio
+is 1.000. The timed part runs once per forward pass on the host: it finds documents and divides the
+work.
 """
 
 import numpy as np
@@ -26,7 +27,7 @@ ROWS = 65_536
 
 
 def cut(lengths):
-    """Documents of these lengths, the last as long as makes the pack full."""
+    """Cut or extend the documents' lengths so that they fill the pack exactly."""
     ends = np.minimum(np.cumsum(lengths), ROWS)
     return np.diff(np.unique(np.append(ends, ROWS)), prepend=0)
 

@@ -2,11 +2,11 @@
 
     python -m pytest bench/test_experts.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
-One layer of experts, forward and backward, float32 on CPUs, one thread a rank. ``plain`` multiplies
-rows that are already sorted by expert (``grouped_mm``); ``dispatch`` sorts, multiplies and
-combines; ``4 ranks`` does so with a quarter of the experts and of the tokens on each of four gloo
-ranks, which share two cores here. The last prints two medians: of a step, and of a step without the
-products.
+The benchmark runs one layer of experts, forward and backward, in float32 on CPUs with one thread
+per rank. ``plain`` multiplies rows that are already sorted by expert (``grouped_mm``). ``dispatch``
+sorts, multiplies and combines. ``4 ranks`` does the same with a quarter of the experts and of the
+tokens on each of four gloo ranks, which share two cores here. It prints two medians: the time of a
+step, and of a step without the products.
 """
 
 import json

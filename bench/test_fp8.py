@@ -1,11 +1,11 @@
-"""Products in FP8 against bfloat16 in the same run: TFLOP/s of a layer, forward and backward.
+"""FP8 against bfloat16 matrix products in the same run: TFLOP/s of a layer, forward and backward.
 
     python -m pytest bench/test_fp8.py -m "" --benchmark-only -s
 
-On a GPU, every backend that can multiply there is measured, at the shapes of a layer of
-Qwen3-30B-A3B's attention and of an 8B model's MLP. On a CPU there is the reference alone, at
-a small shape: it says what the emulation costs. FLOPs are those of the products; the time has the
-quantization in it.
+On a GPU, every supported backend is measured, with the shapes of an attention layer of
+Qwen3-30B-A3B and of an MLP of an 8B model. On a CPU, only the reference is measured, with a small
+shape, which shows the cost of emulation. FLOPs are those of the products; the time includes
+quantization.
 """
 
 import time
@@ -29,7 +29,7 @@ ROUNDS = 20 if DEVICE.type == "cuda" else 3
 
 
 def timed(work):
-    """Seconds of a call, and what it returned."""
+    """Return the seconds that a call takes."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -40,7 +40,7 @@ def timed(work):
 
 
 def variants(x, w):
-    """Work by name: bfloat16 first, the baseline."""
+    """Return the products to measure, by name; the first is the baseline, bfloat16."""
     found = {"bf16": lambda: x @ w.t()}
     for name, backend in BACKENDS.items():
         if backend.refusal(FORM, DEVICE) is None:
@@ -58,7 +58,7 @@ def test_a_layer(benchmark, shape):
     flops = 2 * tokens * inputs * outputs
     work = variants(x, w)
     seconds = {name: [] for name in work}
-    for _ in range(ROUNDS + 1):  # in turn, so that a slow moment meets them all
+    for _ in range(ROUNDS + 1):  # in turn, so that a slow moment of the machine affects all
         for name, forward in work.items():
             both = timed(lambda forward=forward: forward().sum().backward())
             seconds[name].append((timed(forward), both))

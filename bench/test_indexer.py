@@ -1,12 +1,16 @@
-"""How often the indexer of sparse attention chooses other keys when only kernels change.
+"""Measure how often the indexer of sparse attention chooses other keys when only kernels change.
 
     python -m pytest bench/test_indexer.py -m "" -s
 
 A randomly initialized glm_moe_dsa (4 layers without experts, 32 indexer heads, top 64 of up to 512
-keys) scores 4 documents of 512 tokens in pairs of variants that are equal in exact arithmetic. A
-row is the share of queries whose set of keys differs, of those that see more than 64, in all layers
-and in the first; the share of their chosen keys that differ; the mean and largest difference of a
-token's logprob; the same, when the second variant is given the first's choices (replayed).
+keys) scores 4 documents of 512 tokens in pairs of variants that are equal in exact arithmetic. Each
+row shows:
+
+- the fraction of queries whose set of keys differs, among those that see more than 64 keys, in all
+  layers and in the first layer;
+- the fraction of the chosen keys of these queries that differ;
+- the mean and the largest difference of a token's logprob;
+- the same differences when the second variant replays the choices of the first.
 """
 
 import torch
@@ -18,13 +22,13 @@ DOCUMENTS, LENGTH, TOP_K, VOCABULARY = 4, 512, 64, 256
 
 
 def sparse_model(dtype, **config):
-    """With weights that bfloat16 holds, whatever the dtype they have."""
+    """Make the model; bfloat16 represents its weights exactly, whatever their dtype."""
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 4,
-        "first_k_dense_replace": 4,  # or experts chosen otherwise would count as well
+        "first_k_dense_replace": 4,  # no experts, whose routes would also differ
         "q_lora_rank": 64,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 32,
@@ -40,7 +44,7 @@ def sparse_model(dtype, **config):
 
 
 def run(model, token_ids, way, *, replayed=None):
-    """Each token's logprob, and each layer's choices ``[documents, length, k]``."""
+    """Return each token's logprob, and each layer's choices ``[documents, length, k]``."""
     packed = way == "packed"
     if packed:
         flat, positions = token_ids.flatten(), torch.arange(LENGTH).repeat(DOCUMENTS)
@@ -59,7 +63,7 @@ def run(model, token_ids, way, *, replayed=None):
                 given = replayed[name].flatten(0, 1) if packed else replayed[name]
                 output = given[None] if packed else given[begin : begin + len(output)]
             of_call = output.reshape(-1, LENGTH, TOP_K).long()
-            place = torch.arange(LENGTH)[:, None]  # transformers fills up with keys to come
+            place = torch.arange(LENGTH)[:, None]  # transformers pads the choices with future keys
             chosen.setdefault(name, []).append(of_call.masked_fill(of_call > place, 0))
             return output
 
@@ -78,7 +82,7 @@ def run(model, token_ids, way, *, replayed=None):
 
 
 def differences(ours, theirs):
-    """The shares of queries and of keys that differ, where there is a choice."""
+    """Return the fractions of queries and of keys that differ, for queries with a choice."""
     queries, keys = [], []
     for name in ours:
         a, b = (

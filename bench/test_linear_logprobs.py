@@ -1,8 +1,8 @@
-"""Logprobs of a large vocabulary, forward and backward: time and memory, compared with logits.
+"""Logprobs over a large vocabulary, forward and backward: time and memory, compared with logits.
 
-Each variant runs in turn with its baseline, in one process, and the ratio of the medians is
-reported; the increase of peak memory is measured in a separate process. On a GPU if there is one,
-otherwise on one thread, in CPU time, which other processes disturb least.
+Each variant takes turns with its baseline in one process, and the ratio of their median times is
+reported. The increase of peak memory is measured in a separate process. The benchmark uses a GPU if
+there is one. Otherwise it uses one thread and CPU time, which other processes disturb least.
 BENCH_TOKENS=4096 is the size of a real micro-batch, and takes half an hour on a CPU:
 
     BENCH_TOKENS=4096 python -m pytest bench/test_linear_logprobs.py -m "" --benchmark-only -s
@@ -27,7 +27,7 @@ from primerl import loss
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY, HIDDEN = 151_936, 1024
 TOKENS = int(os.environ.get("BENCH_TOKENS", 1024 if DEVICE == "cpu" else 4096))
-DOCUMENT = 256  # tokens, for liger's loss: it takes documents of one length
+DOCUMENT = 256  # tokens per document: liger's loss requires documents of equal length
 ROUNDS = 3 if DEVICE == "cpu" else 20
 CLOCK = time.process_time if DEVICE == "cpu" else time.perf_counter
 
@@ -82,10 +82,10 @@ def ours_of_a_quarter(x):
 
 
 def liger(x):
-    """Its GRPO loss without a reference model: as many tokens, one advantage per document."""
+    """Compute liger's GRPO loss without a reference model, with one advantage per document."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    compiled = DEVICE == "cuda"  # on a CPU compilation alone takes minutes
+    compiled = DEVICE == "cuda"  # on a CPU, compilation alone takes minutes
     grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=compiled, chunk_size=2)
     labels = x.labels.view(-1, DOCUMENT)
     hidden = x.hidden.view(-1, DOCUMENT, HIDDEN)
@@ -93,7 +93,7 @@ def liger(x):
 
 
 VARIANTS = [
-    # of a variant, and the baseline that it is compared with
+    # (variant, baseline)
     (ours, with_logits),
     (ours_and_entropy, with_logits_and_entropy),
     (ours_of_a_quarter, with_logits),
@@ -103,7 +103,7 @@ VARIANTS = [
 
 
 def seconds(variant, x):
-    """Of one forward and backward pass."""
+    """Time one forward and backward pass."""
     x.hidden.grad = x.weight.grad = None
     synchronize()
     start = CLOCK()
@@ -118,7 +118,7 @@ def synchronize():
 
 
 def extra_gibibytes(variant):
-    """The peak of memory beyond the inputs, gradients included."""
+    """Return the peak memory in GiB beyond the inputs, including gradients."""
     x = Inputs()
     if DEVICE == "cuda":
         before = torch.cuda.memory_allocated()
@@ -130,7 +130,7 @@ def extra_gibibytes(variant):
 
 
 def peak_kibibytes():
-    """Of this program; on Linux, getrusage would count the parent's before it as well."""
+    """Return this program's peak memory. On Linux, getrusage would include the parent's peak."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"))[1])

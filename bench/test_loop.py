@@ -1,4 +1,4 @@
-"""The parts of a step, each with a baseline: compare ratios of medians within one run."""
+"""Times of the parts of a step, each with a baseline. Compare ratios of medians within one run."""
 
 import asyncio
 import random

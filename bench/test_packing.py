@@ -1,13 +1,14 @@
-"""Balance of packings over ranks, and the time to compute them.
+"""Load balance of packings over ranks, and the time to compute the packings.
 
     python -m pytest bench/test_packing.py -m "" --benchmark-only --benchmark-columns=median,iqr -s
 
 On a busy machine, use --benchmark-timer=time.process_time.
 
-10,000 samples of lognormal length, cut at 32,768, on 64 ranks. Each row prints the cost of the
-packing in lockstep (the sum over micro-steps of the most expensive rank) over the mean, the best
-and worst of twelve seeds, and how many more micro-steps it takes than the tokens need. Costs are
-tokens, or the FLOPs of training a dense model (Qwen3-8B) or GLM-5. Besides ours:
+10,000 samples of lognormal length, cut at 32,768 tokens, are packed for 64 ranks. Each row prints
+the cost of the packing in lockstep (the sum over micro-steps of the most expensive rank) divided by
+the mean cost, for the best and the worst of twelve seeds. It also prints the number of micro-steps
+beyond those that the tokens need. Costs are tokens, or the FLOPs of training a dense model
+(Qwen3-8B) or GLM-5. These packings are compared with ours:
 
 - first fit and best fit decreasing: bins of similar cost share a micro-step;
 - Karmarkar-Karp differencing, over ranks and then over the micro-steps of each; it ignores
@@ -84,7 +85,7 @@ def of_like_cost(filled, costs):
 
 
 def differencing(indices, costs, parts):
-    """Karmarkar-Karp: replace the two widest partial partitions by their difference."""
+    """Partition by Karmarkar-Karp: merge the two partial partitions of largest spread."""
     if not indices:
         return [[] for _ in range(parts)]
     number = itertools.count()

@@ -1,9 +1,9 @@
-"""Forward and backward of groups of rollouts, with prompts computed once or per rollout.
+"""Time of forward and backward passes of groups, with prompts computed once or per rollout.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_prefixes.py -m "" --benchmark-only -s
 
-8 prompts of 46 tokens, 8 completions of 64 tokens each, SmolLM2-135M in bfloat16 on all cores. Both
-variants take turns; ratios are of successive runs.
+The batch has 8 prompts of 46 tokens, each with 8 completions of 64 tokens. The model is
+SmolLM2-135M in bfloat16 on all cores. The variants take turns; ratios compare successive runs.
 """
 
 import os

@@ -1,31 +1,33 @@
-"""Expert routes: bytes per token in parts of the raw ones, and the speed of coding them.
+"""Compression of expert routes: bytes per token relative to raw bytes, and the coding speed.
 
     python -m pytest bench/test_replay.py -m "" --benchmark-only -s \
         --benchmark-timer=time.process_time --benchmark-columns=median,iqr
 
-On a machine of one's own, leave out the timer. Raw is one byte for each expert: 384 of a token for
-Qwen3-30B-A3B (48 layers, 8 of 128), 600 for GLM-5 (75 layers, 8 of 256). 4096 tokens, or 16 replies
-of 1024 tokens to a prompt of 2048. Routes are the 8 largest of ``log w_e + Gumbel noise`` for each
-token and layer, sets drawn without replacement:
+On an idle machine, omit the timer option. Raw routes take one byte per expert: 384 bytes per token
+for Qwen3-30B-A3B (48 layers, 8 of 128 experts), 600 for GLM-5 (75 layers, 8 of 256). The data are
+4096 tokens, or 16 replies of 1024 tokens to a prompt of 2048. The routes of each token and layer
+are the 8 largest of ``log w_e + Gumbel noise``, that is, sets drawn without replacement:
 
 - uniform: all weights are 1. No code can take less than ``log2 C(n, 8)`` bits on average.
-- skewed: the n-th most popular expert has the weight ``n ** -s``, in an order of each layer's own.
-- repeated: skewed with s = 1/2, and normal noise (of the same variance) that is correlated by 0.6
+- skewed: the n-th most popular expert has the weight ``n ** -s``; each layer has its own order.
+- repeated: skewed with s = 1/2, and normal noise (of the same variance) with a correlation of 0.6
   from token to token, so that successive tokens share about 3 of 8 experts.
-- trained: of a real router, that of a Qwen3-MoE of 4 layers with its own loss for balance, after
-  400 steps on the bytes of this package's source (minutes); 16384 bytes that it did not train on.
+- trained: routes of a real router. A Qwen3-MoE of 4 layers, with its own load-balancing loss, is
+  trained for 400 steps on the bytes of this package's source (minutes). The routes are those of
+  16384 bytes that it did not train on.
 
-``test_a_step_of_the_demo`` takes a step of ``recipes/demo.py``, 1024 samples of 12 tokens: packing,
-forward and backward passes, and discarding routes; alternately without replay (``plain_s``, of the
-process's time) and with it, whose extra is in parts of the first: ``forcing`` routes that were read
-before, and ``all``. ``reading`` is what reading and discarding take alone, which a busy machine
-changes less than that difference. ``compared`` is what the demo takes in every 32nd step to say
-what replay changes. ``put_us`` and ``check_us`` are of a sample, on the sampler's side.
+``test_a_step_of_the_demo`` runs a step of ``recipes/demo.py`` with 1024 samples of 12 tokens:
+packing, forward and backward passes, and discarding routes. It alternates between steps without
+replay (``plain_s``, in process time) and with replay. The extra time of replay is relative to
+``plain_s``: ``forcing`` is for routes that were read before, ``all`` for the whole step.
+``reading`` is the time of reading and discarding alone, which a busy machine changes less than that
+difference. ``compared`` is the time that the demo spends in every 32nd step to report the effect of
+replay. ``put_us`` and ``check_us`` are microseconds per sample on the sampler's side.
 ``test_rollouts_of_the_demo`` samples as many replies, alternately with and without recording.
 
 ``bound`` is the entropy of sets with these popularities (conditional Poisson), if tokens are
-independent. The baselines are ``plain``, zstd at level 3 of the raw bytes as they come, and
-``sorted``, the same of sorted sets in columns (layer, place, token).
+independent. The baseline ``plain`` compresses the raw bytes in their order with zstd at level 3.
+The baseline ``sorted`` does the same with sorted sets in columns (layer, place, token).
 """
 
 import asyncio
@@ -63,7 +65,7 @@ KINDS = {
 
 
 def routes(shape, tokens, *, skew, correlation=0.0, seed=0):
-    """uint8 ``[tokens, layers, k]``; the popular experts do not depend on the seed."""
+    """Draw routes, uint8 ``[tokens, layers, k]``. The popular experts don't depend on the seed."""
     ranks = np.arange(1, shape.experts + 1)
     order = np.random.default_rng(0)
     weights = [order.permutation(-skew * np.log(ranks)) for _ in shape.layers]
@@ -83,7 +85,7 @@ def routes(shape, tokens, *, skew, correlation=0.0, seed=0):
 
 
 def bound(rows, shape):
-    """Bits of a set in parts of ``8 k``: ``sum_e h(p_e) + log2 P(k experts are chosen)``."""
+    """Return bits per set, ``sum_e h(p_e) + log2 P(k experts are chosen)``, divided by ``8 k``."""
     bits = []
     for layer in range(rows.shape[1]):
         p = np.bincount(rows[:, layer].reshape(-1), minlength=shape.experts) / len(rows)
@@ -158,7 +160,7 @@ def test_trained(benchmark, experts):
 
 
 def trained_routes(experts):
-    """The shape of a small model's routes, and uint8 ``[16384, 4, 8]``, after it was trained."""
+    """Train a small model; return the shape of its routes, and its routes, uint8 [16384, 4, 8]."""
     model = testing.tiny_model(
         "qwen3_moe",
         vocab_size=256,
@@ -191,7 +193,7 @@ def trained_routes(experts):
 @pytest.mark.parametrize("kind", ["uniform", "skewed, s = 1"])
 @pytest.mark.parametrize("model", MODELS)
 def test_group(benchmark, model, kind):
-    """Puts and reads 16 rollouts with a prompt in common; the ratio is of all their rows."""
+    """Put and read 16 rollouts with a common prompt; the ratio is over all of their rows."""
     shape = MODELS[model]
     prompt = routes(shape, PROMPT, **vars(KINDS[kind]))
     replies = [routes(shape, REPLY, **vars(KINDS[kind]), seed=1 + i) for i in range(ROLLOUTS)]
@@ -217,7 +219,7 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
         monkeypatch.setattr("primerl.replay.references.INLINE_BYTES", 0)
     demo = load_demo()
     model, _ = demo.build_policy(0)
-    torch.set_num_threads(1)  # like the demo; waiting threads would count as work
+    torch.set_num_threads(1)  # like the demo; waiting threads would count as process time
     rng = np.random.default_rng(0)
     times = []
     with Store(replay.shape(model), max_bytes=1 << 28) as store:
@@ -236,7 +238,7 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
             after = seconds(demo_step, demo, model, plain)[0]
             times.append(
                 {
-                    "plain": (before + after) / 2,  # a machine that slows down slows both
+                    "plain": (before + after) / 2,  # a machine that slows down affects both
                     "forcing": forcing,
                     "all": whole,
                     "reading": seconds(read_all, packed(routed))[0],
@@ -246,7 +248,7 @@ def test_a_step_of_the_demo(benchmark, kind, monkeypatch):
                     "discard": seconds(replay.discard, routed)[0],
                 }
             )
-    benchmark.pedantic(lambda: None, rounds=1)  # it has its own clock
+    benchmark.pedantic(lambda: None, rounds=1)  # this test measures time itself
     found = {name: np.array([turn[name] for turn in times[1:]]) for name in times[0]}
     for name in ("all", "reading"):
         found[name] += found["discard"]
@@ -280,7 +282,7 @@ def test_rollouts_of_the_demo(benchmark):
             recorded = seconds(sample_all, recording, prompts)[0]
             after = seconds(sample_all, plain, prompts)[0]
             turns.append(((before + after) / 2, recorded))
-    benchmark.pedantic(lambda: None, rounds=1)  # it has its own clock
+    benchmark.pedantic(lambda: None, rounds=1)  # this test measures time itself
     plain_s, recorded_s = np.array(turns[1:]).T
     benchmark.extra_info |= {
         "plain_s": float(np.median(plain_s)),
@@ -291,7 +293,7 @@ def test_rollouts_of_the_demo(benchmark):
 
 
 def sample_all(engine, prompts):
-    """16 replies to each."""
+    """Sample 16 replies to each prompt."""
     params = SamplingParams(max_tokens=6)
 
     async def main():
@@ -311,7 +313,7 @@ def load_demo():
 
 
 def captured_samples(model, rng):
-    """The samples of a step, with the routes of their tokens."""
+    """Return the samples of a step, with the routes of their tokens."""
     samples = []
     for _ in range(64):
         prompt = rng.integers(2, 28, 6)
@@ -349,7 +351,7 @@ def packed(samples):
 
 
 def seconds(function, *args):
-    """Of the process, and what the function returned."""
+    """Return the process time of a call, and its result."""
     began = time.process_time()
     result = function(*args)
     return time.process_time() - began, result

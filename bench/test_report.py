@@ -1,7 +1,8 @@
-"""The report of a run with 10,000 rollouts of 200 tokens: writing it, and opening it; and opening a
-rollout of an agent of more than 100 turns, with branches.
+"""Time to write and open run reports.
 
-`make bench ARGS=bench/test_report.py`; opening needs a Chromium.
+One run has 10,000 rollouts of 200 tokens. Another has a rollout of an agent with more than 100
+turns and with branches, which is opened in its report. Run `make bench ARGS=bench/test_report.py`;
+opening a report needs Chromium.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ def test_write(benchmark, folder):
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a Chromium")
 def test_open(benchmark, folder, tmp_path):
-    """With the start of the browser; printed is the page's own time until it can be used."""
+    """Open the report. The time includes the start of the browser; the page's own is printed."""
     times = []
 
     async def visit():
@@ -70,7 +71,7 @@ def test_open(benchmark, folder, tmp_path):
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a Chromium")
 def test_open_a_rollout_of_an_agent(benchmark, tmp_path):
-    """Printed is the time from the click in the list until the conversation is painted."""
+    """Print the time from the click in the list until the conversation is painted."""
     folder = agent_run.record(tmp_path / "agents", chat_tokenizer())
     times = []
     opening = """(async () => {

@@ -1,21 +1,22 @@
-"""1 GB of expert routes through one engine client: how responsive event loops stay meanwhile.
+"""Lag of event loops while 1 GB of expert routes passes through one engine client.
 
     pytest bench/test_route_streaming.py -o addopts=--import-mode=importlib --benchmark-only -s
 
-A server in another process answers as vLLM does, in the shape of GLM-5: routes of 78 decoder
-layers, 8 of 256 experts each, in base64 within JSON. The client's process is like a worker's: its
-main event loop awaits completions and is watched, as is the client's own. The store copies the
-rows, as one in shared memory does. As in a worker, the garbage collector does not look at what was
-there before. The peak of memory is in units of one response's routes, of which ROUTES_AT_ONCE are
-in flight, and copied one or two at a time. *Before* is a client that reads the response as a whole,
-decodes the JSON and then the base64, all on the event loop.
+A server in another process answers like vLLM, with the shape of GLM-5: routes of 78 decoder layers,
+8 of 256 experts each, as base64 within JSON. The client's process is like a worker's: its main
+event loop awaits completions. The lag of that loop and of the client's own loop is measured. The
+store copies the rows, like a store in shared memory. As in a worker, earlier objects are excluded
+from garbage collection. Peak memory is in units of the routes of one response; ROUTES_AT_ONCE
+responses are in flight, and one or two are copied at a time. *Before* is a client that reads the
+response as a whole and decodes the JSON and then the base64, all on the event loop.
 
-*Worker* is the whole way: a rollout worker's process, and a store in shared memory, which
-compresses the rows. ``idle`` is the lag of an event loop with nothing to do, in a process of its
-own: what the machine's load does to any. ``trainer_heap`` is the peak of Python's heap in rank 0's
-process meanwhile.
+*Worker* is the whole path: the process of a rollout worker, and a store in shared memory, which
+compresses the rows. ``idle`` is the lag of an idle event loop in another process, which shows the
+effect of the machine's load. ``trainer_heap`` is the peak of Python's heap in the process of rank 0
+over the same time.
 
-ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED, ROUTES_AT_ONCE: other sizes.
+The environment variables ROUTES_GB, ROUTES_PROMPT, ROUTES_SAMPLED and ROUTES_AT_ONCE set other
+sizes.
 """
 
 import asyncio
@@ -51,9 +52,9 @@ PERIOD_S = 0.002
 
 
 def answer(label):
-    """The parts of a response: up to the request's id, up to the routes, these, and the end."""
+    """Return the parts of a response: up to the request's id, up to the routes, routes, end."""
     rows = np.random.default_rng(0).integers(0, 32, (ROWS, LAYERS, K), np.uint8)
-    rows += 32 * np.arange(K, dtype=np.uint8)  # no expert twice
+    rows += 32 * np.arange(K, dtype=np.uint8)  # distinct experts per token
     file = io.BytesIO()
     np.save(file, rows)
     entry = {"token": "token_id:77", "logprob": -1.25, "bytes": None, "top_logprobs": []}
@@ -70,7 +71,7 @@ def answer(label):
 
 
 def serve(pipe):
-    """A server, in a process of its own, until it is killed."""
+    """Serve requests, in a separate process, until killed."""
     state = {"label": "default"}
     numbers = itertools.count()
     parts = []
@@ -83,7 +84,8 @@ def serve(pipe):
         response = web.StreamResponse(headers={"Content-Length": str(size)})
         await response.prepare(request)
         await response.write(begin + routes[:176])
-        # Three experts of the first token, by which all prompts differ: none is stored only once.
+        # Vary three experts of the first token, so that all prompts differ and none is
+        # deduplicated.
         number = next(numbers) % 32
         await response.write(base64.b64encode(bytes(number + 32 * at for at in (4, 5, 6))))
         for at in range(180, len(routes), 1 << 20):
@@ -142,7 +144,7 @@ class CopyingStore:
 
 
 async def watch(lags):
-    """Note how late timers fire, until cancelled."""
+    """Record how late timers fire, until cancelled."""
     while True:
         due = time.perf_counter() + PERIOD_S
         await asyncio.sleep(PERIOD_S)
@@ -150,7 +152,7 @@ async def watch(lags):
 
 
 def idle(pipe):
-    """An event loop with nothing to do, in a process of its own, until it is asked for its lag."""
+    """Run an idle event loop, in a separate process, and send its lag on request."""
 
     async def main():
         lag = LoopLag()
@@ -167,7 +169,7 @@ def idle(pipe):
 
 @pytest.fixture
 def idle_lag():
-    """A function that ends the idle loop and returns its lag."""
+    """Start an idle loop; return a function that ends it and returns its lag."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=idle, args=(there,), daemon=True)
@@ -202,7 +204,7 @@ def report(benchmark, seconds, before, **lags):
 
 
 def in_parallel(request):
-    """All requests, AT_ONCE at a time, with the lag of this event loop."""
+    """Send all requests, AT_ONCE at a time, and measure the lag of this event loop."""
 
     async def main():
         lags, left = [], iter(range(REQUESTS))
@@ -243,7 +245,7 @@ def test_routes_through_the_engine(benchmark, url):
 
 
 async def one_reply(task, engine, params):
-    """An environment whose prompts need no tokenizer; tokens are in arrays, as those of agents."""
+    """Environment with prompts of token ids; like an agent's, its tokens are in arrays."""
     prompt = np.ones(PROMPT, np.int32)
     completion = await engine.generate(prompt, params)
     count = len(completion.token_ids)

@@ -1,11 +1,11 @@
-"""Sandboxes: the time of a run, runs per second, many at once, and turns of a session.
+"""Sandbox benchmarks: time per run, runs per second, many sandboxes at once, turns of a session.
 
     python -m pytest bench/test_sandbox.py -m "" --benchmark-only -s
 
-A run is a function of five lines with three assertions. The rows: each of our tiers that this
-machine has (a warm pool, a new sandbox for each run), ``subprocess`` (an interpreter with no
-isolation), and, where installed, ``bwrap``, ``nsjail`` and ``runsc`` (gVisor) around the same
-interpreter.
+A run is a function of five lines with three assertions. There is one row for each of our tiers that
+this machine supports (a warm pool, a new sandbox for each run), one for ``subprocess`` (an
+interpreter without isolation), and, if installed, one each for ``bwrap``, ``nsjail`` and ``runsc``
+(gVisor) around the same interpreter.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import time
 
 import pytest
 
-from primerl.sandbox import Limits, SandboxPool, SandboxUnavailable
+from primerl.sandbox import SandboxLimits, SandboxPool, SandboxUnavailable
 
 CODE = """
 def add(a, b):
@@ -46,7 +46,7 @@ TIERS = ["namespaces", "landlock", "gvisor"]
 
 @pytest.mark.parametrize("name", [*TIERS, *COMMANDS])
 def test_one_run(benchmark, name):
-    """One run at a time, from its start to its result."""
+    """Measure one run at a time, from its start to its result."""
     if name not in TIERS:
         command = COMMANDS[name]
         if shutil.which(command[0]) is None:
@@ -65,7 +65,7 @@ def test_one_run(benchmark, name):
             assert runner.run(pool.run(CODE)).ok
 
         def refill():
-            runner.run(asyncio.sleep(0.03))  # as between a model's replies
+            runner.run(asyncio.sleep(0.03))  # the pause between two replies of a model
 
         rounds = 20 if name == "gvisor" else 200
         benchmark.pedantic(run, setup=refill, rounds=rounds, warmup_rounds=5)
@@ -74,7 +74,7 @@ def test_one_run(benchmark, name):
 
 @pytest.mark.parametrize("at_once", [1, 16, 50])
 def test_throughput(benchmark, at_once):
-    """Runs per second, and processor time per run with all its helpers."""
+    """Measure runs per second, and the CPU time per run, including helper processes."""
     runs = 200
 
     async def work():
@@ -100,7 +100,7 @@ def test_throughput(benchmark, at_once):
 
 
 async def watch(lags):
-    """How late the event loop wakes up, every 2 ms."""
+    """Record every 2 ms how late the event loop wakes up."""
     while True:
         started = time.perf_counter()
         await asyncio.sleep(0.002)
@@ -108,7 +108,7 @@ async def watch(lags):
 
 
 def test_three_hundred_alive(benchmark):
-    """Sessions that are all alive, each of which then runs a command."""
+    """Open 300 sessions that are alive at once, then run a command in each."""
 
     async def work():
         async with SandboxPool(concurrency=8, warm=0, starting=8) as pool:
@@ -122,7 +122,7 @@ def test_three_hundred_alive(benchmark):
             await asyncio.gather(*(session.__aexit__(None, None, None) for session in sessions))
             return made, executed
 
-    # Two descriptors for each session, and two pipes while it runs.
+    # Each session needs two file descriptors, and two pipes while it runs a command.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     made, executed = benchmark.pedantic(lambda: asyncio.run(work()), rounds=1)
@@ -131,11 +131,11 @@ def test_three_hundred_alive(benchmark):
 
 @pytest.mark.parametrize("kind", ["command", "forked Python", "stateful Python", "write and read"])
 def test_session_of_200_turns(benchmark, kind):
-    """Turns of one session; ``command`` is ``true``, by execve."""
+    """Measure the turns of one session. ``command`` executes ``true``."""
 
     async def work():
         times = []
-        async with SandboxPool(limits=Limits()) as pool, pool.session() as session:
+        async with SandboxPool(limits=SandboxLimits()) as pool, pool.session() as session:
             for turn in range(200):
                 started = time.perf_counter()
                 if kind == "command":

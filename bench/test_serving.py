@@ -1,14 +1,16 @@
-"""Tokens per second through the whole path, compared with ``LLM.generate`` on the same prompts.
+"""Tokens per second of the whole rollout path, compared with ``LLM.generate`` on the same prompts.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_serving.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM. The path: ``Worker.evaluate``, the worker's process, a single-turn environment,
-``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this process. Both sides sample 64 tokens
-for each of 64 prompts, with the logprob of each token and no text. Each has its own process with an
-engine on all cores; they take turns, and the one that waits sleeps. Ratios are of successive runs.
+The benchmark needs vLLM. The path is ``Worker.evaluate``, the worker's process, a single-turn
+environment, ``VLLMEngine``, HTTP, vLLM's server, and rollouts back to this process. Both sides
+sample 64 tokens for each of 64 prompts, with the logprob of each token and without text. Each side
+has its own process with an engine on all cores. The sides take turns, and the waiting side sleeps.
+Ratios compare successive runs.
 
-SERVING_ROUNDS, SERVING_PROMPTS, SERVING_TOKENS, SERVING_DTYPE: other sizes.
+The environment variables SERVING_ROUNDS, SERVING_PROMPTS, SERVING_TOKENS and SERVING_DTYPE set
+other sizes.
 """
 
 import contextlib
@@ -39,7 +41,7 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "200000",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker in the engine's process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run vLLM's worker in the engine's process
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -66,7 +68,7 @@ async def environment(task, engine, params):
 
 @contextlib.contextmanager
 def path(folder):
-    """A function that samples once, and one that says CPU seconds by component so far."""
+    """Yield a function that samples once, and one that returns CPU seconds by component."""
     import psutil
 
     from primerl import models, rollout, serving, weights
@@ -121,9 +123,9 @@ def bare(folder):
 
 
 def child(side, folder):
-    """One round for each line that comes in, answered by a line of JSON."""
+    """Run one round per input line, and answer with a line of JSON."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # redirect the output of libraries to stderr
     with {"path": path, "bare": bare}[side](folder) as (sample, cpu_s):
         print("ready", file=out, flush=True)
         for _ in sys.stdin:
@@ -174,7 +176,7 @@ def test_the_path_against_bare_generate(benchmark, tmp_path):
         for name in rounds:
             sides[name] = Side(name, folder, os.environ.get("BENCH_LOGS", tmp_path))
             stack.callback(sides[name].close)
-            sides[name].round()  # warm
+            sides[name].round()  # warm up
 
         def turn(name):
             rounds[name].append(sides[name].round())

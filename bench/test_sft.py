@@ -1,20 +1,20 @@
-"""Supervised fine-tuning as shipped, on a CPU, compared with ``trl``'s SFT trainer.
+"""Speed of the SFT recipe on a CPU, compared with the SFT trainer of ``trl``.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_sft.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Both sides train SmolLM2-135M on the replies of the same conversations, 32 a step, whose lengths
-vary as those of chats do; they take turns, each turn is a run of its own. The rate is that of the
-conversations' own tokens (no padding), per second of wall time, from the end of a run's second step
-to the end of its last: what is loaded or compiled first is left out.
+Both sides train SmolLM2-135M on the replies of the same conversations, with 32 conversations per
+step, whose lengths vary like those of chats. The sides take turns, and each turn is a separate run.
+The rate is the number of tokens without padding per second of wall time, from the end of a run's
+second step to the end of its last step. This excludes initial loading and compilation.
 
-- shipped: ``recipes/sft.py`` and its defaults; ``SFTTrainer`` of a model and a dataset, as in its
-  quickstart, and its defaults but for the number of conversations of a step (4 micro-batches of 8)
-  and ``use_cpu``, without which it refuses to start.
+- shipped: ``recipes/sft.py`` with its defaults; ``SFTTrainer`` with a model and a dataset, as in
+  its quickstart, and with its defaults. The exceptions are the number of conversations per step (4
+  micro-batches of 8) and ``use_cpu``, without which it refuses to start.
 - tuned: the recipe with ``--compile``; trl with a bfloat16 model (the recipe trains float32
   parameters) whose activations are kept, and an allocator that keeps freed memory.
 
-SFT_ROUNDS: other than 3 turns.
+The environment variable SFT_ROUNDS sets the number of turns; the default is 3.
 """
 
 import json
@@ -32,8 +32,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/sft.py"
 ROUNDS = int(os.environ.get("SFT_ROUNDS", 3))
-STEPS, SKIPPED = 6, 2  # of a run, and those of them that are not counted
-CONVERSATIONS = 32  # of a step
+STEPS, SKIPPED = 6, 2  # steps per run, and how many of them are not counted
+CONVERSATIONS = 32  # per step
 FLAGS = {"shipped": [], "tuned": ["--compile"]}
 TRL_TUNED = {"gradient_checkpointing": False, "model_init_kwargs": {"dtype": "bfloat16"}}
 TRL_ENVIRONMENT = {
@@ -44,7 +44,7 @@ TRL_ENVIRONMENT = {
 
 
 def write_conversations(path):
-    """Questions and replies of common words, log-normal in length: 100 tokens in the median."""
+    """Write questions and replies of common words, with lognormal lengths (median 100 tokens)."""
     from primerl import testing
 
     words = testing.words()
@@ -62,7 +62,7 @@ def write_conversations(path):
 
 
 def ours(kind, model, conversations):
-    """Tokens per second of the shipped file."""
+    """Run the recipe, and return its tokens per second."""
     folder = tempfile.mkdtemp()
     command = [RECIPE, "--model", model, "--data", conversations, "--steps", STEPS]
     command += ["--batch-size", CONVERSATIONS, "--save-every", 0, "--run-dir", f"{folder}/run"]
@@ -74,7 +74,7 @@ def ours(kind, model, conversations):
 
 
 def theirs(kind, model, conversations):
-    """Tokens per second of ``trl``."""
+    """Run ``trl``, and return its tokens per second."""
     answer = Path(tempfile.mkdtemp()) / "times.json"
     environment = TRL_ENVIRONMENT if kind == "tuned" else {}
     run(f"trl-{kind}", [__file__, kind, model, conversations, answer], environment)
@@ -98,7 +98,7 @@ def run(name, command, environment):
 
 
 def train_with_trl(kind, model, conversations, answer):
-    """Its quickstart; the times of its steps' ends are written to the file ``answer``."""
+    """Run the quickstart of ``trl``, and write the end times of its steps to ``answer``."""
     import datasets
     import transformers
     import trl

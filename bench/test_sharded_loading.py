@@ -1,10 +1,10 @@
-"""Memory of each rank while a model is loaded, sharded from the start or whole and then sharded.
+"""Peak memory per rank while a model loads: sharded from the start, or loaded whole, then sharded.
 
     python -m pytest bench/test_sharded_loading.py -m "" --benchmark-only -s
 
-A random mixture of experts of about 1 GB in float32, on four gloo ranks, so a rank's share is a
-quarter. The peak is of anonymous memory beyond that at the start, sampled every 2 ms: pages of the
-checkpoint's files belong to the page cache.
+The model is a random mixture of experts of about 1 GB in float32 on four gloo ranks, so each rank
+holds a quarter. The peak is the increase of anonymous memory, sampled every 2 ms. It excludes pages
+of the checkpoint's files, which belong to the page cache.
 """
 
 import json
@@ -53,7 +53,7 @@ def test_memory_of_a_rank(benchmark, tmp_path, how):
 
 
 class Peak:
-    """The most anonymous memory, beyond that at the start, while the context is open."""
+    """Measures the peak increase of anonymous memory while the context is open."""
 
     def __enter__(self):
         self.before, self.most, self.open = anonymous(), 0, True

@@ -1,22 +1,25 @@
-"""The recipe as shipped, on a CPU, compared with the quickstart of ``trl``'s GRPO trainer.
+"""Speed of the async GRPO recipe on a CPU, compared with the GRPO trainer of ``trl``.
 
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_step.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM, trl and 12 GB of memory. Both sides train SmolLM2-135M by GRPO on the recipe's own tasks
-and reward, with 8 rollouts of a task and at most 16 tokens a reply; they take turns, each turn is a
-run of its own. The rate is that of tokens trained, per second of wall time, from the end of a run's
-second step to the end of its last: what is loaded, compiled or filled first is left out.
+The benchmark needs vLLM, trl and 12 GB of memory. Both sides train SmolLM2-135M with GRPO on the
+recipe's own tasks and reward, with 8 rollouts per task and at most 16 tokens per reply. The sides
+take turns, and each turn is a separate run. The rate is the number of trained tokens per second of
+wall time, from the end of a run's second step to the end of its last step. This excludes initial
+loading, compilation and filling of the pipeline.
 
-- shipped: ``recipes/async_grpo.py --engine vllm`` and its defaults; ``GRPOTrainer`` of a model, a
-  reward and a dataset, as in its quickstart, and its defaults but for the length of a reply and
-  ``use_cpu``, without which it refuses to start.
-- tuned: the recipe with ``--compile`` and a compiled server; trl with what made it fastest here: a
-  bfloat16 model (the recipe trains float32 parameters) whose activations are kept, micro-batches of
-  16, and an allocator that keeps freed memory. A step has 128 rollouts on both sides.
+- shipped: ``recipes/async_grpo.py --engine vllm`` with its defaults; ``GRPOTrainer`` with a model,
+  a reward and a dataset, as in its quickstart, and with its defaults. The exceptions are the length
+  of a reply and ``use_cpu``, without which it refuses to start.
+- tuned: the recipe with ``--compile`` and a compiled server; trl with the settings that were
+  fastest here: a bfloat16 model (the recipe trains float32 parameters) whose activations are kept,
+  micro-batches of 16, and an allocator that keeps freed memory. A step has 128 rollouts on both
+  sides.
 
-The recipe drops groups whose rewards are all equal, so it samples more than it trains; trl trains
-on them all, and its tokens are counted all. STEP_ROUNDS: other than 3 turns.
+The recipe drops groups whose rewards are all equal, so it samples more than it trains. trl trains
+on all groups, and all of its tokens are counted. The environment variable STEP_ROUNDS sets the
+number of turns; the default is 3.
 """
 
 import importlib.util
@@ -34,7 +37,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/async_grpo.py"
 ROUNDS = int(os.environ.get("STEP_ROUNDS", 3))
-SKIPPED = 2  # steps of a run that are not counted
+SKIPPED = 2  # steps per run that are not counted
 STEPS = {"ours": 12, "trl shipped": 14, "trl tuned": 5}
 FLAGS = {
     "shipped": [],
@@ -55,7 +58,7 @@ TRL_ENVIRONMENT = {
 
 
 def ours(kind, model):
-    """The seconds, trained tokens and other metrics of each counted step of the shipped file."""
+    """Run the recipe, and return the metrics of each counted step."""
     folder = tempfile.mkdtemp()
     command = [RECIPE, "--model", model, "--engine", "vllm", "--steps", STEPS["ours"]]
     command += ["--eval-tasks", 0, "--save-every", 0, "--run-dir", f"{folder}/run", *FLAGS[kind]]
@@ -65,7 +68,7 @@ def ours(kind, model):
 
 
 def theirs(kind, model):
-    """The same of ``trl``."""
+    """Run ``trl``, and return the metrics of each counted step."""
     answer = Path(tempfile.mkdtemp()) / "steps.json"
     environment = TRL_ENVIRONMENT if kind == "tuned" else {}
     run(f"trl-{kind}", [__file__, kind, model, answer], environment)
@@ -87,7 +90,7 @@ def run(name, command, environment):
 
 
 def train_with_trl(kind, model, answer):
-    """Its quickstart; what it logs is written to the file ``answer``."""
+    """Run the quickstart of ``trl``, and write its logged metrics to the file ``answer``."""
     import datasets
     import transformers
     import trl
@@ -140,7 +143,7 @@ def train_with_trl(kind, model, answer):
 
 
 def rate(steps):
-    """Trained tokens per second, between the first and the last of these steps' ends."""
+    """Return trained tokens per second, from the end of the first step to that of the last."""
     tokens = sum(step["trained_tokens"] for step in steps[1:])
     return tokens / (steps[-1]["time"] - steps[0]["time"])
 

@@ -1,11 +1,11 @@
-"""One packed RL step: its model FLOP utilisation (MFU), with the formula stated.
+"""Model FLOP utilization (MFU) of one packed RL step.
 
     python -m pytest bench/test_train_step.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-A step is ``model_logprobs``, ``dppo``, backward, clipping and AdamW, on one micro-batch whose every
-token but the first of each document is trained. On a CPU, a toy; on a GPU, the shape of Qwen3-0.6B
-in bfloat16, with random weights.
+A step is ``model_logprobs``, ``dppo``, backward, clipping and AdamW on one micro-batch. All tokens
+but the first of each document are trained. The model has random weights: on a CPU it is a toy, on a
+GPU it has the shape of Qwen3-0.6B in bfloat16.
 
     MFU = FLOPs / (seconds * peak)
     ours:      primerl.flops.training(config, lengths): three forward passes, causal pairs within
@@ -14,12 +14,13 @@ in bfloat16, with random weights.
                all t of the micro-batch, and heads are taken to be hidden // heads wide
                (its trainer/perf.py, as read for this comparison)
 
-The peak is 989 TFLOP/s on an H100 or H200 (bfloat16, dense, NVIDIA's data sheet); elsewhere, that
-of a matrix product in the same run. STEP_RECOMPUTE: none, full or selective. STEP_COMPILE=0: layers
-are not compiled. Compiled ones are warmed up before the clock starts.
+The peak is 989 TFLOP/s on an H100 or H200 (bfloat16, dense, NVIDIA's data sheet). Elsewhere, it is
+the speed of a matrix product in the same run. The environment variable STEP_RECOMPUTE is none, full
+or selective. STEP_COMPILE=0 turns off compilation of the layers. Compiled layers are warmed up
+before the clock starts.
 
-The second benchmark trains two equal models, one with compiled layers, on the same STEP_PACKS (50)
-packs of documents of lognormal lengths (sigma 1), in turn, and counts compilations.
+The second benchmark trains two equal models in turn, one with compiled layers, on the same
+STEP_PACKS (default 50) packs of documents with lognormal lengths (sigma 1). It counts compilations.
 """
 
 import os
@@ -67,7 +68,7 @@ REAL = [
     ("Qwen3-0.6B", [65_536]),
     ("Qwen3-0.6B", [30_000, 16_000, 8_000, 6_000, 3_000, 2_536]),
 ]
-# What NVIDIA states for bfloat16 without sparsity.
+# Bfloat16 without sparsity, from NVIDIA's data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12}
 
 
@@ -117,11 +118,11 @@ def step(model, optimizer, b):
     norm = parallel.clip_gradients(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return norm.item()  # and wait for the device
+    return norm.item()  # waits for the device
 
 
 def peak():
-    """FLOP/s: stated by the vendor, or of a matrix product here and now."""
+    """Return the peak FLOP/s, stated by the vendor or measured with a matrix product."""
     for name, stated in PEAKS.items():
         if GPU and name in torch.cuda.get_device_name():
             return stated, "stated"
@@ -176,7 +177,7 @@ def test_model_flop_utilisation(benchmark, shape, lengths):
 
 
 def lognormal_packs(count, tokens, vocabulary):
-    """Packs of documents of lognormal lengths: as many as fit into ``tokens``, at least one."""
+    """Yield packs of documents with lognormal lengths, as many as fit into ``tokens``."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         lengths = []
@@ -188,7 +189,7 @@ def lognormal_packs(count, tokens, vocabulary):
         yield batch_of(lengths, vocabulary)
 
 
-@pytest.mark.filterwarnings("default")  # while it traces, torch warns itself
+@pytest.mark.filterwarnings("default")  # torch emits warnings while it traces
 @pytest.mark.benchmark(group="compiled against eager", warmup=False)
 def test_compiled_layers_over_varied_lengths(benchmark):
     shape, tokens = ("Qwen3-0.6B", 16_384) if GPU else ("toy", 512)

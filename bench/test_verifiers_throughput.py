@@ -1,10 +1,10 @@
-"""verifiers environments with an instant engine: the throughput of the rollout side.
+"""Throughput of verifiers environments with an engine that replies at once.
 
     pytest bench/test_verifiers_throughput.py -o addopts=--import-mode=importlib --benchmark-only
 
 ``addopts`` turns off runtime type checks, which would take most of the time in this process.
 *Through the worker* is the whole path: environments in the worker's process, the engine in the
-trainer's, groups delivered to ``take``; its loop lag and memory are printed.
+trainer's process, and groups delivered to ``take``. The worker's loop lag and memory are printed.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=TOKENS)
 
 
 class Instant:
-    """The same reply to everything, of tokens that are no text."""
+    """An engine that always gives the same reply, of tokens that are not text."""
 
     version, context_length = 0, 100_000
 
@@ -84,7 +84,7 @@ def test_rollouts_in_process(benchmark, tokenizer, name, config, rollouts, turns
         return await asyncio.gather(*map(one, tasks))
 
     benchmark.group = f"{rollouts} verifiers rollouts of {turns} x {TOKENS} tokens, in one process"
-    with asyncio.Runner() as runner:  # one event loop: what is set up once, is set up once
+    with asyncio.Runner() as runner:  # one event loop, so that one-time setup happens once
         played = runner.run(play())
         assert all(one.metrics["turns"] == turns for one in played)
         benchmark.pedantic(lambda: runner.run(play()), rounds=5, warmup_rounds=1)
@@ -114,11 +114,11 @@ def test_rollouts_through_the_worker(benchmark, tokenizer, name, config, rollout
                 assert all(one.metrics["turns"] == turns for one in group.rollouts)
             engine.version += 1
 
-        for _ in range(6):  # the pipeline is full, and everything has been used once
+        for _ in range(6):  # fill the pipeline, and warm everything up
             step()
         benchmark.pedantic(step, rounds=15)
         stats = worker.stats()
-    seconds = benchmark.stats.stats.mean  # medians of a pipeline hide its bursts
+    seconds = benchmark.stats.stats.mean  # a median would hide the bursts
     benchmark.extra_info |= {
         "rollouts_per_s": round(rollouts / seconds),
         "turns_per_s": round(rollouts * turns / seconds),
@@ -130,7 +130,7 @@ def test_rollouts_through_the_worker(benchmark, tokenizer, name, config, rollout
 
 @shapes
 def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollouts, turns):  # noqa: ARG001
-    """Of the worker's process, with every rollout waiting for its last completion."""
+    """Measure the worker's memory while every rollout waits for its last completion."""
 
     class Held(Instant):
         waiting = 0
@@ -151,7 +151,7 @@ def test_memory_of_rollouts_in_flight(benchmark, tokenizer, name, config, rollou
             return psutil.Process(worker.members()[0]["pid"]).memory_info().rss
 
     few, many = 128, 640
-    base = resident(few)  # with what is set up once
+    base = resident(few)  # includes one-time setup
     kilobytes = (benchmark.pedantic(resident, [many], rounds=1) - base) / 1e3 / (many - few)
     benchmark.extra_info["kb_per_rollout"] = round(kilobytes)
     print(f"\n{turns} turns: {kilobytes:.0f} KB for each rollout in flight")

@@ -3,11 +3,14 @@
     PRIMERL_SMOLLM2=folder python -m pytest bench/test_weights.py -m "" --benchmark-only -s \
         -o addopts=--import-mode=importlib
 
-Needs vLLM. Times are of a whole ``publish``, checks included, with the engine idle; each row prints
-the bytes written and the median seconds by phase: ``gather`` (the cast to
-bfloat16), ``encode`` (digests and differences of a delta), ``write`` (with the digests of a full
-version), ``prepare`` (fetched, checked and patched while the engine generates), and ``pause``
-(loading and packing in the worker, the engine paused).
+The benchmark needs vLLM. It times a whole ``publish``, including checks, with an idle engine. Each
+row prints the bytes written and the median seconds of these phases:
+
+- ``gather``: the cast to bfloat16;
+- ``encode``: digests and differences of a delta;
+- ``write``: writing, including the digests of a full version;
+- ``prepare``: fetching, checking and patching while the engine generates;
+- ``pause``: loading and packing in the worker while the engine is paused.
 
 The baseline is the row ``disk full``: the cost of a checkpoint in a shared folder. Rounds alternate
 between the weights before and after the step.
@@ -35,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model_before_and_after(folder):
-    """The model, and its weights before and after one step."""
+    """Return the model, and its weights before and after one step."""
     model, tokenizer = bf16_rounded(folder)
 
     def state():
@@ -82,14 +85,14 @@ def test_publish(benchmark, model_before_and_after, engine, tmp_path, transport,
         receipts.append(publisher.publish(version))
 
     (first,), _ = move()
-    publisher.publish(first)  # in full, whatever the encoding
+    publisher.publish(first)  # a full publication, whatever the encoding
     benchmark.pedantic(publish, setup=move, rounds=ROUNDS)
     assert {receipt.kind for receipt in receipts} == {encoding}
     phases = {
         phase: statistics.median(receipt.seconds[phase] for receipt in receipts)
         for phase in ("gather", "encode", "write", "load")
     }
-    workers = [next(iter(receipt.replicas.values()))[0]["seconds"] for receipt in receipts]
+    workers = [next(iter(receipt.servers.values()))[0]["seconds"] for receipt in receipts]
     phases["prepare"] = statistics.median(w["prepare"] for w in workers)
     phases["pause"] = statistics.median(w["load"] + w["finish"] for w in workers)
     row = "  ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())

@@ -1,13 +1,13 @@
-"""Composable parts for asynchronous, agentic reinforcement learning of language models.
+"""Composable packages for asynchronous, agentic reinforcement learning of language models.
 
-Each package is imported on first use, so ``import primerl`` is instant and loads no torch:
+Each package is imported on first use, so ``import primerl`` is instant and does not load torch:
 
     from primerl import advantage, checkpoint, data, filters, fp8, loss, models, optim
     from primerl import packing, parallel, rollout, sandbox, serving, track, types, weights
 
 Data flows from ``rollout`` through ``filters``, ``advantage``, ``packing``, ``loss``, an optimizer
 and ``weights`` back to ``rollout``. These packages do not import each other: the short scripts in
-``recipes/`` wire them together. ``serving``, vLLM, builds on ``rollout`` and ``weights``.
+``recipes/`` wire them together. ``serving``, for vLLM, builds on ``rollout`` and ``weights``.
 """
 
 import importlib
@@ -42,8 +42,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    # For ``primerl.loss`` after ``import primerl``; ``from primerl import loss`` doesn't need it,
-    # and there type checkers find the package by themselves.
+    # Only ``primerl.loss`` after ``import primerl`` needs this; ``from primerl import loss``
+    # imports the submodule without it.
     if name in __all__:
         return importlib.import_module(f"primerl.{name}")
     raise AttributeError(f"module 'primerl' has no attribute {name!r}; it has {', '.join(__all__)}")

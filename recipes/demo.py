@@ -1,15 +1,17 @@
 """Asynchronous RL on a laptop: a small mixture of experts learns to reverse words.
 
-A Qwen3-MoE of 1.3 million parameters first imitates a teacher who reverses short words but copies
-most of the long ones. Then rewards alone teach it the rest, while rollouts and training overlap:
+A Qwen3-MoE of 1.3 million parameters first imitates a teacher that reverses short words but copies
+most of the long ones. Then it learns the rest from rewards alone, while rollouts and training
+overlap:
 
     python recipes/demo.py --seed 0
 
-The algorithm is DPPO, made for rollouts of earlier weights; recipes/async_grpo.py has GRPO.
-On two CPU cores, within a few minutes, exact match on 256 words that it never saw rises from below
-0.5 to above 0.8. With ``--permute-rewards``, the control, nothing is learned. ``--record`` saves
-the groups trained on; ``--groups`` trains on them again, with the same losses, also under torchrun.
-``--replay --engine-dtype bfloat16`` trains with the sampler's routes, and says what they change.
+The algorithm is DPPO, which is designed for rollouts of earlier weights; recipes/async_grpo.py has
+GRPO. On two CPU cores, exact match on 256 held-out words rises from below 0.5 to above 0.8 within
+a few minutes. ``--permute-rewards`` is the control experiment, in which nothing is learned.
+``--record`` saves the groups that were trained on. ``--groups`` trains on them again with the same
+losses, also under torchrun. ``--replay --engine-dtype bfloat16`` replays the sampler's routes
+in the trainer and reports how much they change the mismatch.
 """
 
 import contextlib
@@ -22,8 +24,8 @@ import numpy as np
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import (
@@ -42,43 +44,44 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import SamplingParams
 
-LONG = 5  # letters
-LONG_REVERSED = 0.2  # the share of long words that the teacher reverses
+LONG = 5  # letters that make a word long
+LONG_REVERSED = 0.2  # fraction of long words that the teacher reverses
 HELD_OUT = 256  # tasks
-MAX_TOKENS = 8  # of a reply: a word, its end, and room for mistakes
-COMPARE_EVERY = 32  # steps: what --replay changes, found by another forward pass
-REPLAY_MISMATCH = 1e-4  # nats: more than most steps have because of routes from before an update
+MAX_TOKENS = 8  # per reply: a word, its end, and room for mistakes
+COMPARE_EVERY = 32  # steps between the extra forward passes that measure the effect of --replay
+# In nats. Replayed routes from before a weight update cause less mismatch than this in most steps.
+REPLAY_MISMATCH = 1e-4
 
 
 @attrs.frozen
 class Args:
-    """What the demo may vary."""
+    """The flags of the demo."""
 
-    #: the seed of the model, the tasks and the sampling
+    #: seed of the model, the tasks and the sampling
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: supervised steps before RL, of 64 words each
+    #: number of supervised steps before RL, with 64 words each
     warmup_steps: int = attrs.field(default=300, validator=number(at_least=0))
-    #: policy steps
+    #: number of policy steps
     steps: int = attrs.field(default=65, validator=number(at_least=1))
-    #: the learning rate of SGD; Adam would scale pure noise up to full steps
+    #: learning rate of SGD; Adam would scale up pure noise to full-size steps
     lr: float = attrs.field(default=0.016, validator=number(at_least=0))
-    #: words of a policy step
+    #: words per policy step
     groups_per_step: int = attrs.field(default=64, validator=number(at_least=1))
-    #: rollouts of one word, compared with each other
+    #: rollouts per word; advantages compare their rewards
     group_size: int = attrs.field(default=16, validator=number(at_least=2))
-    #: the bound on every trained token, in policy steps
+    #: maximum staleness of a trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    #: the control: rewards carry no information
+    #: control experiment: permute the rewards, so that they carry no information
     permute_rewards: bool = False
-    #: what the sampler computes in; bfloat16 differs from the trainer, as on GPUs
+    #: dtype in which the sampler computes; bfloat16 makes it differ from the trainer, as on GPUs
     engine_dtype: Literal["float32", "bfloat16"] = "float32"
-    #: send each token to the experts that the sampler chose, and compare with the trainer's own
+    #: route each token to the experts that the sampler chose, and compare with the trainer's routes
     replay: bool = False
-    #: a file for the groups that are trained on
+    #: file to save the trained groups in
     record: str | None = attrs.field(default=None, validator=track.new_file)
-    #: a file that --record wrote, to train on, at most --steps, with no new rollouts
+    #: file written by --record: train on at most --steps of its steps, without new rollouts
     groups: str | None = None
-    #: the folder of the run; runs/demo-NNN by default
+    #: folder of the run; runs/demo-NNN by default
     run_dir: str | None = None
 
 
@@ -113,7 +116,7 @@ def warm_up(model: Any, tokenizer: Any, tasks: list[Any], *, steps: int, seed: i
 
 
 def reward(task: Any, reply: str) -> float:
-    """Half for the share of letters in their place, half for the whole word."""
+    """Return the mean of the fraction of letters in the right place and the exact match."""
     answer = task["answer"]
     right = sum(a == b for a, b in zip(reply, answer, strict=False))
     return 0.5 * right / max(len(answer), len(reply)) + 0.5 * (reply == answer)
@@ -121,7 +124,7 @@ def reward(task: Any, reply: str) -> float:
 
 @contextlib.contextmanager
 def open_engine(args: Args, model: Any) -> Iterator[Any]:
-    """What samples: a copy of the policy, which records its experts' choices to replay them."""
+    """Open the sampling engine, a copy of the policy. With ``--replay``, it records routes."""
     dtype = getattr(torch, args.engine_dtype)
     if not args.replay:
         with rollout.TransformersEngine(model, dtype=dtype, seed=args.seed) as engine:
@@ -143,10 +146,10 @@ def backward(
     statistics: loss.Statistics,
     counts: replay.RouteCounts,
 ) -> None:
-    """The algorithm, DPPO (arXiv:2602.04879): add up the gradients of a step."""
+    """Accumulate the gradients of a step with DPPO (arXiv:2602.04879)."""
     trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
     for batch, routes in replay.fetch(batches, counts=counts):
-        with replay.forced(model, routes, counts=counts):  # None, without --replay
+        with replay.forced(model, routes, counts=counts):  # routes is None without --replay
             logprobs = loss.model_logprobs(
                 model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
             )
@@ -166,7 +169,7 @@ def backward(
 def mismatch_of_own_routes(
     model: Any, batches: list[packing.PackedBatch], *, version: int
 ) -> dict[str, float]:
-    """What the mismatch would be, were the trainer's own routes used."""
+    """Compute the mismatch that results when the trainer uses its own routes."""
     statistics = loss.Statistics(version=version)
     for batch in batches:
         with torch.no_grad():
@@ -181,8 +184,8 @@ def mismatch_of_own_routes(
 @track.interruptible()
 def main(args: Args) -> None:
     if args.replay and (args.record or args.groups):
-        raise ValueError("recorded groups have no expert routes; leave --replay out")
-    torch.set_num_threads(1)  # for the trainer, and as many for the engine
+        raise ValueError("recorded groups have no expert routes; remove --replay")
+    torch.set_num_threads(1)  # the trainer and the engine use one thread each
     world = parallel.process_group()
     recorded = rollout.load_groups(args.groups)[: args.steps] if args.groups else []
     steps = len(recorded) if args.groups else args.steps
@@ -239,7 +242,7 @@ def main(args: Args) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
         transport = None if args.groups else weights.transport_to(model, engine, worker=rollouts)
         before = exact_match()
-        parallel.freeze_gc()  # what was built until here
+        parallel.freeze_gc()  # no garbage collection of the objects built so far
 
         for step in range(steps):
             if world.is_first and args.groups:
@@ -262,7 +265,7 @@ def main(args: Args) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if transport is not None:
-                transport.publish(step + 1)  # into the engine, while rollouts are in flight
+                transport.publish(step + 1)  # updates the engine while rollouts are in flight
 
             metrics = statistics.summary(parallel.all_sum) | own_routes
             metrics |= counts.summary(parallel.all_sum)

@@ -1,16 +1,17 @@
-"""On-policy distillation: the student samples, and teachers say how likely each of its tokens is.
+"""On-policy distillation: the student samples, and teachers score each of its tokens.
 
     python recipes/distill.py --model STUDENT --teacher TEACHER --steps 100
     python recipes/distill.py --model STUDENT --teacher http://127.0.0.1:8000 --top-k 20
     python recipes/distill.py --model STUDENT --env reverse-words reasoning-gym:chain_sum \
         --teacher WORDS_TEACHER SUMS_TEACHER
 
-A teacher is a model folder or hub id, which is then divided among the ranks as the student is, or
-the address of vLLM's server, whose key is in ``PRIMERL_API_KEY``. All have the student's tokenizer.
-Rewards are recorded, and not trained on.
+A teacher is either a model folder or hub id, or the URL of a vLLM server. A model is sharded over
+the ranks in the same way as the student. The API key of a server is in ``PRIMERL_API_KEY``. All
+teachers must have the student's tokenizer. Rewards are recorded but not trained on.
 
-Copy this file and edit it: ``build_environment`` is the problem, ``backward`` the algorithm.
-GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
+To adapt the script, copy this file and edit it: ``build_environment`` defines the problem,
+``backward`` the algorithm. On 8 GPUs, start it with ``torchrun --nproc-per-node 8``. Ctrl-C and
+SIGTERM save a checkpoint; ``--resume RUN_DIR`` continues the run.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ import numpy as np
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import (
@@ -45,9 +46,10 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import Group, SamplingParams, TrainingSample
 
-MOST_MISSING = 0.5  # the share of a teacher's samples without scores from which the run stops
+MOST_MISSING = 0.5  # stop if more than this fraction of a teacher's samples has no scores
 
-# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+# A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
+# depends on them.
 FIXED = (
     "model",
     "seed",
@@ -62,68 +64,68 @@ FIXED = (
 
 
 class TeacherFailed(RuntimeError):
-    """A teacher has scores for too few samples. What was trained before is saved."""
+    """Too few samples have scores from a teacher. The run saves its progress and ends."""
 
 
 @attrs.frozen
 class Args:
-    """What a run may vary; whatever else is edited in this file."""
+    """The flags of a run. To change anything else, edit this file."""
 
-    #: the student: a model folder or hub id
+    #: student: model folder or Hugging Face hub id
     model: str
-    #: model folders, hub ids or servers' addresses: one teacher, or one for each environment
+    #: model folders, hub ids or server URLs: one teacher for all environments, or one for each
     teacher: tuple[str, ...]
-    #: how many of the teacher's likeliest tokens are learned; 0: only the sampled one is judged
+    #: number of the teacher's most likely tokens to learn from; 0: score only the sampled token
     top_k: int = attrs.field(default=0, validator=number(at_least=0))
-    #: policy steps
+    #: number of policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
-    #: the seed of the tasks' order, of sampling in this process and of dropout
+    #: seed of the task order, of sampling in this process and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the learning rate
+    #: learning rate
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    #: tasks of a policy step
+    #: tasks per policy step
     groups_per_step: int = attrs.field(default=64, validator=number(at_least=1))
-    #: rollouts of one task
+    #: rollouts per task
     group_size: int = attrs.field(default=1, validator=number(at_least=1))
-    #: the bound on every trained token, in policy steps
+    #: maximum staleness of a trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    #: the most tokens of a reply
+    #: maximum tokens per reply
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
-    #: the most tokens of a micro-batch
+    #: maximum tokens per micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    #: what trainer and engine compute in, by default what this machine is fastest in; the trained
-    #: parameters stay float32
+    #: dtype in which trainer and engine compute, by default the fastest on this machine; the
+    #: trained parameters stay float32
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    #: compute activations again in the backward pass, instead of keeping them
+    #: recompute activations in the backward pass instead of storing them
     recompute: bool = False
-    #: expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: number of ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    #: context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: number of ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
     #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    #: vLLM's servers that run already
+    #: URLs of vLLM servers that are already running
     engine_urls: tuple[str, ...] = ()
-    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
+    #: arguments of the vLLM server to start, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    #: for weights, if servers run on other hosts: a folder that they share
+    #: folder for published weights that all hosts share; needed only if servers are on other hosts
     weights_folder: str | None = None
-    #: environments of the verifiers library, such as reasoning-gym:chain_sum, in equal shares
+    #: environments of the verifiers library, such as reasoning-gym:chain_sum, sampled equally often
     env: tuple[str, ...] = ()
-    #: held-out tasks of each environment, played greedily
+    #: number of held-out tasks per environment, which are sampled greedily
     eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
-    #: policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps between evaluations; 0: evaluate only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
+    #: policy steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: the folder of a new run; runs/SCRIPT-NNN by default
+    #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    #: the folder of a run, to resume it there
+    #: folder of the run to resume
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
 def extras(args: Args) -> list[str]:
-    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    """List the optional dependencies of a run; they are checked before anything is loaded."""
     needed = []
     if args.env:
         needed.append("verifiers")
@@ -133,7 +135,7 @@ def extras(args: Args) -> list[str]:
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
-    """Pairs of two-digit numbers, of which the larger one is asked for, in a random order."""
+    """Return tasks that ask for the larger of two two-digit numbers, in random order."""
     generator = random.Random(seed)
     pairs = list(itertools.combinations(range(10, 100), 2))
     generator.shuffle(pairs)
@@ -145,18 +147,18 @@ def build_tasks(seed: int) -> list[dict[str, Any]]:
 
 
 def reward(task: Any, reply: str) -> float:
-    """1 for the number alone, 1/n in a reply of n words, 0 without it."""
+    """Return 1/n if the right number is among the n words of the reply, else 0."""
     words = reply.replace(".", " ").split()
     return 1.0 / len(words) if task["answer"] in words else 0.0
 
 
 def environment_names(args: Args) -> list[str]:
-    """As they are in tasks and metrics, where a name ends with the first slash."""
+    """Return the environment names for tasks and metrics, where a slash would end the name."""
     return [env.replace("/", ":") for env in args.env] or ["larger"]
 
 
 def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """The problem: environments by name, tasks to train on, and tasks held out for evaluation."""
+    """Return the problem: a routed environment, its training tasks and its held-out tasks."""
     environments: dict[str, Any] = {}
     train_tasks: dict[str, Any] = {}
     held_out: dict[str, list[Any]] = {}
@@ -172,18 +174,18 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
         held_out["larger"] = tasks[: args.eval_tasks]
         train_tasks["larger"] = tasks[args.eval_tasks :]
     eval_tasks = [{**task, "environment": name} for name in held_out for task in held_out[name]]
-    return rollout.route(environments), rollout.Mixture(train_tasks), eval_tasks
+    return rollout.combine_environments(environments), rollout.Mixture(train_tasks), eval_tasks
 
 
 def choose_teachers(args: Args) -> dict[str, str]:
-    """The teacher of each environment."""
+    """Return the teacher of each environment, by environment name."""
     names = environment_names(args)
     if len(set(names)) < len(names):
         raise ValueError(f"--env has an environment twice: {' '.join(args.env)}")
     if len(args.teacher) not in (1, len(names)):
         raise ValueError(
             f"--teacher has {len(args.teacher)} teachers for {len(names)} environments; expected "
-            "one for all, or one for each in the order of --env"
+            "one teacher for all, or one per environment in the order of --env"
         )
     teachers = args.teacher if len(args.teacher) > 1 else args.teacher * len(names)
     return dict(zip(names, teachers, strict=True))
@@ -191,7 +193,10 @@ def choose_teachers(args: Args) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_teachers(args: Args, tokenizer: Any, world: parallel.World) -> Iterator[dict[str, Any]]:
-    """By name: models in this process, or clients of servers, which only rank 0 has."""
+    """Open the teachers, by name: models in this process, or clients of servers.
+
+    Only rank 0 has clients; on the other ranks, the teacher of a server is None.
+    """
     teachers: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         for name in dict.fromkeys(args.teacher):
@@ -201,7 +206,7 @@ def open_teachers(args: Args, tokenizer: Any, world: parallel.World) -> Iterator
                 teachers[name] = teacher.to(world.device).requires_grad_(False)
             elif world.is_first:
                 teachers[name] = stack.enter_context(serving.VLLMEngine(name, run="teacher"))
-                teachers[name].adopt(0)  # what it serves is the teacher
+                teachers[name].adopt(0)  # the server's own weights are the teacher
                 teachers[name].refuse_other_tokenizer(tokenizer)
             else:
                 teachers[name] = None
@@ -210,7 +215,7 @@ def open_teachers(args: Args, tokenizer: Any, world: parallel.World) -> Iterator
 
 @contextlib.contextmanager
 def open_engine(args: Args, model: Any) -> Iterator[Any]:
-    """What samples: a copy of the model in this process, or vLLM's servers."""
+    """Open the sampling engine: a copy of the model in this process, or vLLM servers."""
     if args.engine_urls:
         with serving.VLLMEngine(args.engine_urls) as engine:
             yield engine
@@ -229,7 +234,7 @@ def open_engine(args: Args, model: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def score_batch(teacher: Any, batch: packing.PackedBatch, *, top_k: int) -> dict[str, torch.Tensor]:
-    """What a teacher in this process says of a micro-batch."""
+    """Compute the logprobs of a micro-batch under a teacher in this process."""
     if not top_k:
         logprobs = loss.model_logprobs(
             teacher, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
@@ -253,9 +258,10 @@ def score_batch(teacher: Any, batch: packing.PackedBatch, *, top_k: int) -> dict
 def score(
     teacher: Any, samples: list[TrainingSample], mesh: parallel.Mesh, device: Any, args: Args
 ) -> tuple[list[TrainingSample], list[rollout.NoScores]]:
-    """The samples with the teacher's logprobs, and why it has none of some, which aren't trained.
+    """Return the samples with the teacher's logprobs, and the reasons why others have none.
 
-    All ranks call it: they compute a teacher in this process together. Rank 0 has the samples.
+    Samples without scores are not trained on. Call this on all ranks, since they compute a teacher
+    in this process together. Only rank 0 has samples.
     """
     if isinstance(teacher, torch.nn.Module):
         packed = packing.pack(
@@ -277,10 +283,13 @@ def ask_teachers(
     device: Any,
     args: Args,
 ) -> tuple[list[Group], list[TrainingSample], Counter[str]]:
-    """The groups in the order of their samples, these with scores, and how many have none, and why.
+    """Score the samples of the groups with the teachers of their environments.
+
+    Returns the groups in the order of their samples, the samples with scores, and the number of
+    samples without scores by reason.
 
     Raises:
-        TeacherFailed: on all ranks, if a teacher has scores for too few of its samples.
+        TeacherFailed: too few samples of a teacher have scores. All ranks raise it.
     """
     ordered: list[Group] = []
     samples: list[TrainingSample] = []
@@ -293,7 +302,7 @@ def ask_teachers(
             last = unscored[-1].error if unscored else "see rank 0"
             raise TeacherFailed(
                 f"the teacher {name} has no scores for {len(unscored)} of {len(drawn)} samples; "
-                f"of the last: {last}"
+                f"the last error: {last}"
             )
         ordered += own
         samples += scored
@@ -308,9 +317,9 @@ def backward(
     tokens: Any,
     statistics: loss.Statistics,
 ) -> Any:
-    """The algorithm: add up the gradients of a step of so many trained ``tokens``.
+    """Accumulate the gradients of a step, and return this rank's part of the loss.
 
-    Returns this rank's part of the loss.
+    This is the algorithm. ``tokens`` is the number of trained tokens, over all ranks.
     """
     total = 0.0
     for batch in batches:
@@ -344,11 +353,11 @@ def backward(
 @track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
-    # Beside the view, or in its place: track.wandb_sink("project", args).
+    # To log to Weights & Biases, add track.wandb_sink("project", args) to the sinks.
     sinks = [track.LiveView("distillation", steps=args.steps)] if world.is_first else []
     parallel.configure_cpu()
     teacher_of = choose_teachers(args)
-    for env in args.env:  # an error in a name is found before the model loads
+    for env in args.env:  # find a wrong name before the model loads
         rollout.verifiers(env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
@@ -357,8 +366,8 @@ def main(args: Args) -> None:
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
 
-    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
-    # the worker and the run do nothing.
+    # All ranks train. Rank 0 also samples and writes the run folder. On the other ranks, the engine
+    # is None, and the worker and the run do nothing.
     run = track.IdleRun()
     opened_engine = contextlib.nullcontext()
     if world.is_first:
@@ -373,7 +382,7 @@ def main(args: Args) -> None:
             fixed=FIXED,
         )
     with (
-        open_teachers(args, tokenizer, world) as teachers,  # before anything is sampled
+        open_teachers(args, tokenizer, world) as teachers,  # check the teachers before sampling
         opened_engine as engine,
         rollout.worker(
             engine,
@@ -386,7 +395,7 @@ def main(args: Args) -> None:
             state=saved.get("worker"),
         ) as rollouts,
         run,
-        world,  # the ranks connect
+        world,  # connects the ranks
     ):
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
         dtype = getattr(torch, args.dtype)
@@ -411,7 +420,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            parallel.freeze_gc()  # what was built until here
+            parallel.freeze_gc()  # no garbage collection of the objects built so far
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:
@@ -429,7 +438,7 @@ def main(args: Args) -> None:
                     samples,
                     max_tokens=args.pack_tokens,
                     ranks=mesh.batches,
-                    share_prefixes=True,  # tokens of a group's prompt are computed once
+                    share_prefixes=True,  # computes the prompt of a group once
                 )
                 batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device)
                 statistics = loss.Statistics(version=step)
@@ -447,7 +456,7 @@ def main(args: Args) -> None:
 
                 receipt = transport.publish(step + 1)
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
-                metrics["grad_norm"] = norm  # before it was clipped
+                metrics["grad_norm"] = norm  # before clipping
                 metrics["lr"] = args.lr
                 metrics["skipped_updates"] = guard.skipped
                 metrics["teacher_missing"] = missing.total()

@@ -1,15 +1,17 @@
-"""What a model scores on environments: pass@k with confidence intervals, and every conversation.
+"""Evaluate a model on environments: pass@k with confidence intervals, and every conversation.
 
     python recipes/evaluate.py --env reverse-words --model MODEL --samples 4
     python recipes/evaluate.py --env reverse-words --endpoint http://127.0.0.1:8000/v1
 
-The model is a folder or hub id, sampled in this process (``--engine vllm``: with its server; or
-with ``--engine-urls``, servers that run already), or what any OpenAI-compatible endpoint serves.
-Environments are those of the verifiers library, such as ``reasoning-gym:chain_sum``.
+A local model is a folder or hub id. By default, it is sampled in this process; ``--engine vllm``
+starts a vLLM server, and ``--engine-urls`` uses running ones. With ``--endpoint``, the model is
+whatever an OpenAI-compatible endpoint serves. Environments come from the verifiers library, such as
+``reasoning-gym:chain_sum``.
 
-Prints a table; ``RUN_DIR/plays.jsonl`` has every play with its conversation, ``summary.json`` the
-scores. ``--resume RUN_DIR`` plays what is missing there. ``--against OTHER_RUN_DIR`` compares two
-results on the tasks of both. Copy this file and edit it: ``open_environment`` is the problem.
+The script prints a table of scores. It writes every rollout with its conversation to
+``RUN_DIR/rollouts.jsonl``, and the scores to ``RUN_DIR/summary.json``. ``--resume RUN_DIR``
+continues with the missing rollouts. ``--against OTHER_RUN_DIR`` compares two evaluations on the
+tasks that both have. To adapt the script, copy this file and edit ``open_environment``.
 """
 
 import contextlib
@@ -21,8 +23,8 @@ import attrs
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import evaluation, models, parallel, rollout, serving
@@ -30,68 +32,68 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import SamplingParams
 
-# An evaluation that is resumed keeps these.
+# A resumed evaluation must keep these arguments.
 FIXED = ("env", "model", "endpoint", "dtype", "max_tokens", "max_turns", "temperature", "seed")
 
 
 def model_or_endpoint(args: "Args", _: Any, model: str | None) -> None:
-    """A validator: what is evaluated must be said."""
+    """Validate that the flags name something to evaluate."""
     if model is None and args.endpoint is None:
         raise ValueError("nothing to evaluate: pass --model MODEL, or --endpoint URL")
 
 
 @attrs.frozen
 class Args:
-    """What an evaluation may vary; whatever else is edited in this file."""
+    """The flags of an evaluation. To change anything else, edit this file."""
 
     #: environments of the verifiers library, such as reasoning-gym:chain_sum
     env: tuple[str, ...]
-    #: the base URL of an OpenAI-compatible endpoint; its key is in OPENAI_API_KEY
+    #: base URL of an OpenAI-compatible endpoint, whose API key is in OPENAI_API_KEY
     endpoint: str | None = None
-    #: a model folder or hub id; with --endpoint, a name that it knows
+    #: model folder or Hugging Face hub id; with --endpoint, a model name that the endpoint knows
     model: str | None = attrs.field(default=None, validator=model_or_endpoint)
     #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    #: vLLM's servers that run already
+    #: URLs of vLLM servers that are already running
     engine_urls: tuple[str, ...] = ()
-    #: arguments of the server that is started, such as gpu_memory_utilization 0.4
+    #: arguments of the vLLM server to start, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    #: what the engine computes in, by default what this machine is fastest in
+    #: dtype in which the engine computes, by default the fastest on this machine
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    #: tasks of each environment: its first ones, which async_grpo.py holds out with --eval-tasks
+    #: number of tasks per environment: the first ones, which async_grpo.py --eval-tasks holds out
     tasks: int = attrs.field(default=64, validator=number(at_least=1))
-    #: plays of each task
+    #: rollouts per task
     samples: int = attrs.field(default=1, validator=number(at_least=1))
-    #: the most tokens of a reply
+    #: maximum tokens per reply
     max_tokens: int = attrs.field(default=512, validator=number(at_least=1))
-    #: the most replies of a play; 0: what the environment says
+    #: maximum turns per rollout; 0: the environment's own limit
     max_turns: int = attrs.field(default=0, validator=number(at_least=0))
-    #: 0 is greedy
+    #: sampling temperature; 0: greedy
     temperature: float = attrs.field(default=1.0, validator=number(at_least=0))
-    #: the least reward with which a play has passed
+    #: minimum reward of a rollout that passes
     passing_reward: float = attrs.field(default=1.0, validator=number(above=0))
-    #: plays in flight
+    #: number of rollouts in flight
     concurrency: int = attrs.field(default=64, validator=number(at_least=1))
-    #: how often a play that failed is played again
+    #: number of retries after a rollout fails
     retries: int = attrs.field(default=1, validator=number(at_least=0))
-    #: how long a play may take
-    play_timeout_s: float = attrs.field(default=1800.0, validator=number(above=0))
-    #: how long the engine may fail every request, such as while its server restarts
+    #: timeout of a rollout, in seconds
+    rollout_timeout_s: float = attrs.field(default=1800.0, validator=number(above=0))
+    #: how many seconds the engine may fail every request, for example while its server restarts
     outage_s: float = attrs.field(default=600.0, validator=number(above=0))
-    #: the seed of sampling in this process
+    #: seed of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the folder of another evaluation, to compare with
+    #: folder of another evaluation to compare with
     against: str | None = None
-    #: the folder of a new evaluation; runs/SCRIPT-NNN by default
+    #: folder of a new evaluation; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    #: the folder of an evaluation, to play what is missing there
+    #: folder of the evaluation to resume; only missing rollouts are sampled
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
-    #: when it is resumed: play again what ended with an error
+    #: with --resume, repeat the rollouts that ended with an error
     retry_errors: bool = False
 
 
 def extras(args: Args) -> list[str]:
-    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    """List the optional dependencies of a run; they are checked before anything is loaded."""
     needed = ["verifiers"]
     if args.engine == "vllm" and not args.engine_urls and args.endpoint is None:
         needed.append("vllm")
@@ -99,20 +101,20 @@ def extras(args: Args) -> list[str]:
 
 
 def open_environment(name: str, args: Args, tokenizer: Any) -> tuple[Any, list[Any]]:
-    """The problem: an environment, and the tasks to play."""
+    """Return the problem: an environment and its tasks."""
     environment = rollout.verifiers(
         name,
         tokenizer=tokenizer,
         max_turns=args.max_turns or None,
         keep_conversation=True,
-        timeout_s=args.play_timeout_s,
+        timeout_s=args.rollout_timeout_s,
     )
     return environment, list(islice(environment.tasks, args.tasks))
 
 
 @contextlib.contextmanager
 def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
-    """What samples, and its tokenizer, which an endpoint keeps to itself."""
+    """Open the sampling engine and its tokenizer, which is None for an endpoint."""
     import transformers
 
     if args.endpoint is not None:
@@ -124,7 +126,7 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
         if not args.engine_urls:
             started = serving.serve_vllm(args.model, **settings)
         with started as servers, serving.VLLMEngine(servers) as engine:
-            engine.adopt(0)  # the weights that the servers loaded themselves
+            engine.adopt(0)  # evaluate the weights that the servers loaded themselves
             yield engine, transformers.AutoTokenizer.from_pretrained(args.model)
     else:
         model, tokenizer = models.load_pretrained(args.model)
@@ -136,10 +138,10 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
 
 @track.interruptible()
 def main(args: Args) -> None:
-    for name in args.env:  # an error in a name is found before the model loads
+    for name in args.env:  # find a wrong name before the model loads
         rollout.verifiers(name, tokenizer=None)
-    log = track.PlayLog(args.resume or args.run_dir, args=args, fixed=FIXED)
-    earlier = [] if args.against is None else track.read_plays(args.against)
+    log = track.EvaluationLog(args.resume or args.run_dir, args=args, fixed=FIXED)
+    earlier = [] if args.against is None else track.read_evaluation(args.against)
     view = track.LiveView("evaluation", steps=0)
     parallel.configure_cpu()
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
@@ -152,7 +154,7 @@ def main(args: Args) -> None:
                 for line in log.records
                 if line["environment"] == name and not (args.retry_errors and line["error"])
             }
-            for played in rollout.play_tasks(
+            for played in rollout.evaluate_tasks(
                 engine,
                 environment,
                 tasks,
@@ -161,7 +163,7 @@ def main(args: Args) -> None:
                 concurrency=args.concurrency,
                 retries=args.retries,
                 skip=done,
-                play_timeout_s=args.play_timeout_s,
+                rollout_timeout_s=args.rollout_timeout_s,
                 timeout_s=args.outage_s,
             ):
                 log.add(evaluation.Record.of(played, environment=name).as_line())
@@ -184,7 +186,7 @@ def main(args: Args) -> None:
     if comparison:
         console.print(f"rewards, compared with {args.against}:")
         console.print(evaluation.comparison_table(comparison))
-    print(f"every play is in {log.folder}")
+    print(f"all rollouts are in {log.folder}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""A GLM-5-class mixture of experts learns software engineering from the tests of repositories.
+"""RL of a GLM-5-class mixture of experts on software engineering, with hidden tests as rewards.
 
-The policy reads code, edits it and runs commands in a sandbox, for hundreds of turns; hidden tests
-give the reward. Rollouts, training and weight updates overlap. First a rehearsal on a laptop's CPU,
-with all parts but a tiny model; then the plan of the run on 28 nodes, for which nothing starts:
+The policy reads code, edits it and runs commands in a sandbox, for hundreds of turns. Rollouts,
+training and weight updates overlap. The first command is a rehearsal on a laptop's CPU, with all
+parts of the run but a tiny model. The second prints the plan of the run on 28 nodes, and starts
+nothing:
 
     torchrun --nproc-per-node 2 recipes/glm_swe.py --scale debug --steps 3
     python recipes/glm_swe.py --scale glm5 --dry-run
 
-Copy this file and edit it: ``SCALES`` has the flags of each place to run, ``build_environment`` is
-the problem, ``prepare`` makes the trainer, ``backward`` is the algorithm.
-``recipes/slurm/glm_swe.sbatch`` starts it on a cluster. Ctrl-C and SIGTERM save;
-``--resume RUN_DIR`` continues.
+To adapt the script, copy this file and edit it: ``SCALES`` has the flags for each size of machine,
+``build_environment`` defines the problem, ``prepare`` the trainer, and ``backward`` the algorithm.
+``recipes/slurm/glm_swe.sbatch`` starts the run on a cluster. Ctrl-C and SIGTERM save a checkpoint;
+``--resume RUN_DIR`` continues the run.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ from attrs.validators import and_, deep_iterable, ge, min_len, optional
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import (
@@ -50,95 +51,95 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import SamplingParams
 
-# at least one number, each of at least 1
+# at least one number, and each number at least 1
 COUNTS = and_(min_len(1), deep_iterable(ge(1)))
 
 
 @attrs.frozen(kw_only=True)
 class Args:
-    """What a run may vary. The defaults are those of a rehearsal on a laptop's CPU."""
+    """The flags of a run. The defaults are for a rehearsal on a laptop's CPU."""
 
-    #: where it runs: the row of SCALES, in this file, that the other flags override
+    #: entry of SCALES in this file, for the machines to run on; other flags override it
     scale: Literal["debug", "laptop", "8xh200", "glm5"] = "debug"
-    #: a model folder or hub id; a tiny random one for tiny:FAMILY
+    #: model folder or Hugging Face hub id; tiny:FAMILY makes a tiny model with random weights
     model: str | None = "tiny:glm4_moe"
-    #: for --dry-run without the model's files: its configuration, a folder of recipes/configs
+    #: folder of recipes/configs with the model's configuration, for --dry-run without its files
     config: str | None = None
-    #: policy steps
+    #: number of policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
-    #: the seed of a tiny model's weights and of sampling in this process
+    #: seed of a tiny model's weights and of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the learning rate
+    #: learning rate
     lr: float = attrs.field(default=1e-3, validator=number(at_least=0))
-    #: an environment of the verifiers library
+    #: environment of the verifiers library
     env: str = "bugfix"
-    #: settings of the environment, such as tier easiest
+    #: options of the environment's tasks, such as tier easiest
     env_config: dict[str, str] = attrs.field(factory=dict)
-    #: the most tokens of a rollout
+    #: maximum tokens per rollout
     context: int = attrs.field(default=4096, validator=number(at_least=1))
-    #: the most tokens of one reply
+    #: maximum tokens per reply
     reply_tokens: int = attrs.field(default=32, validator=number(at_least=1))
-    #: the most turns of a rollout
+    #: maximum turns per rollout
     max_turns: int = attrs.field(default=4, validator=number(at_least=1))
-    #: tasks of a policy step
+    #: tasks per policy step
     groups_per_step: int = attrs.field(default=2, validator=number(at_least=1))
-    #: rollouts of one task, compared with each other
+    #: rollouts per task; advantages compare their rewards
     group_size: int = attrs.field(default=4, validator=number(at_least=2))
-    #: the bound on every trained token, in policy steps
+    #: maximum staleness of a trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    #: train only groups whose rewards differ; a random policy never earns one
+    #: train only on groups whose rewards differ; a random policy never earns a reward
     require_signal: bool = False
-    #: held-out tasks
+    #: number of held-out tasks
     eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
-    #: policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps between evaluations; 0: evaluate only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
+    #: policy steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: what trainer and sampler compute in; weights of the trainer are in float32
+    #: dtype in which trainer and sampler compute; the trainer's weights are float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    #: elements of a block of the products in FP8, on both sides; 0: they multiply in dtype
+    #: block size of the FP8 matrix products in trainer and sampler; 0: multiply in dtype
     fp8_block: int = attrs.field(default=16, validator=number(at_least=0))
-    #: send each token to the experts that the sampler chose
+    #: router replay: the trainer sends each token to the experts that the sampler chose
     replay: bool = True
-    #: keep the optimizer's states in host memory
+    #: keep the optimizer state in host memory
     offload: bool = False
-    #: expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: number of ranks that share the experts of each layer
     ep: int = attrs.field(default=2, validator=number(at_least=1))
-    #: context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: number of ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=2, validator=number(at_least=1))
     #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
-    #: vLLM's servers that run already
+    #: URLs of vLLM servers that are already running
     engine_urls: tuple[str, ...] = ()
-    #: the FP8 checkpoint that a server is started from
+    #: FP8 checkpoint for the server to start
     server_model: str | None = None
-    #: GPUs of a server, which share its experts: a run takes the first number, --dry-run compares
+    #: GPUs per server, which share its experts; a run uses the first number, --dry-run compares all
     server_gpus: tuple[int, ...] = attrs.field(default=(1,), validator=COUNTS)
-    #: rollouts at a time on a GPU of a server that is started
+    #: maximum concurrent rollouts per GPU of the server to start
     max_num_seqs: int = attrs.field(default=64, validator=number(at_least=1))
-    #: the part of a GPU's memory that this server takes; vLLM's default is 0.9
+    #: fraction of each GPU's memory for this server; vLLM's default is 0.9
     gpu_memory_utilization: float | None = attrs.field(
         default=None, validator=optional(number(above=0, below=1))
     )
     #: further arguments of this server, such as kv_transfer_config '{...}'
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    #: for weights and expert routes, if ranks or servers run on several hosts
+    #: folder for weights and expert routes, shared by all hosts; only for runs on several hosts
     shared_folder: str | None = None
-    #: nodes that train: a run takes the first number, --dry-run compares
+    #: nodes that train; a run uses the first number, --dry-run compares all
     nodes: tuple[int, ...] = attrs.field(default=(1,), validator=COUNTS)
-    #: GPUs of a node that train; in a rehearsal, processes on the CPU
+    #: GPUs per node that train; in a rehearsal, CPU processes
     gpus_per_node: int = attrs.field(default=2, validator=number(at_least=1))
-    #: for --dry-run: bytes of a GPU's memory
+    #: for --dry-run: memory per GPU in bytes
     gpu_bytes: int = attrs.field(default=2 * 10**9, validator=number(at_least=1))
-    #: seconds from SIGTERM to the end of a step and its checkpoint
+    #: seconds after SIGTERM in which the current step must end
     grace_s: float = attrs.field(default=25.0, validator=number(above=0))
-    #: the control: rewards carry no information
+    #: control experiment: permute the rewards, so that they carry no information
     permute_rewards: bool = False
-    #: print what would run where, and what it would take, and start nothing
+    #: print what would run where and what it would need, and start nothing
     dry_run: bool = False
-    #: the folder of a new run; runs/SCRIPT-NNN by default
+    #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    #: the folder of a run, to resume it there
+    #: folder of the run to resume
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
@@ -146,14 +147,14 @@ SCALES = {
     "debug": Args(),
     "laptop": Args(
         scale="laptop",
-        model=None,  # yours
+        model=None,  # pass --model
         lr=1e-4,
         context=1024,
         reply_tokens=128,
         groups_per_step=8,
         group_size=8,
         require_signal=True,
-        dtype="float32",  # CPUs are slow in 16 bits, and slower where they imitate FP8
+        dtype="float32",  # CPUs are slow in 16 bits, and even slower when they emulate FP8
         fp8_block=0,
         ep=1,
         cp=1,
@@ -177,7 +178,7 @@ SCALES = {
         ep=4,
         engine="vllm",
         server_gpus=(4,),
-        gpus_per_node=4,  # the other four serve
+        gpus_per_node=4,  # the other four GPUs serve
         gpu_bytes=141 * 10**9,
     ),
     "glm5": Args(
@@ -207,7 +208,8 @@ SCALES = {
     ),
 }
 
-# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+# A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
+# depends on them.
 FIXED = (
     "scale",
     "model",
@@ -222,7 +224,7 @@ FIXED = (
 
 
 def extras(args: Args) -> list[str]:
-    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    """List the optional dependencies of a run; they are checked before anything is loaded."""
     if args.dry_run:
         return []
     needed = ["verifiers"]
@@ -232,9 +234,9 @@ def extras(args: Args) -> list[str]:
 
 
 def model_folder(args: Args) -> str:
-    """The policy to begin with. A tiny one is made where there is none."""
+    """Return the folder or hub id of the initial policy. For tiny:FAMILY, create the model."""
     if args.model is None:
-        raise ValueError(f"--scale {args.scale} trains a model of yours: pass --model FOLDER")
+        raise ValueError(f"--scale {args.scale} has no default model: pass --model FOLDER")
     if not args.model.startswith("tiny:"):
         return args.model
     family = args.model.removeprefix("tiny:")
@@ -244,12 +246,12 @@ def model_folder(args: Args) -> str:
 
 
 def fp8_format(args: Args) -> fp8.Format | None:
-    """The blocks and scales of products in FP8."""
+    """Return the FP8 format of the matrix products; None if they are not in FP8."""
     return fp8.Format.of_blocks(args.fp8_block) if args.fp8_block else None
 
 
 def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
+    """Return the problem: an environment, its training tasks and its held-out tasks."""
     environment = rollout.verifiers(
         args.env,
         tokenizer=tokenizer,
@@ -262,14 +264,14 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
 
 
 def multiply_in_fp8(sampler: Any, *, form: fp8.Format | None) -> None:
-    """What a server of an FP8 checkpoint does, for the sampler in this process."""
+    """Make the sampler in this process multiply like a server of an FP8 checkpoint."""
     if form is not None:
         fp8.convert_linears(sampler, form=form)
         parallel.divide_experts(sampler, matmul=fp8.GroupedMatmul(form=form))
 
 
 def server_arguments(args: Args) -> dict[str, Any]:
-    """The arguments of a vLLM server that is started; those of ``--vllm`` override the others."""
+    """Return the arguments of the vLLM server to start. ``--vllm`` overrides the others."""
     arguments = {
         "dtype": args.dtype,
         "max_model_len": args.context,
@@ -278,14 +280,14 @@ def server_arguments(args: Args) -> dict[str, Any]:
         "enable_expert_parallel": args.server_gpus[0] > 1,
         "max_num_seqs": args.max_num_seqs,
     }
-    if args.gpu_memory_utilization is not None:  # on a CPU, there is another default
+    if args.gpu_memory_utilization is not None:  # vLLM's default is different on a CPU
         arguments["gpu_memory_utilization"] = args.gpu_memory_utilization
     return arguments | args.vllm
 
 
 @contextlib.contextmanager
 def open_engine(args: Args, model: str) -> Iterator[Any]:
-    """What samples: FP8 as in the trainer, and which experts it chose is recorded."""
+    """Open the sampling engine. It uses the trainer's FP8 format, and records expert routes."""
     with contextlib.ExitStack() as stack:
         routes = None
         if args.replay:
@@ -299,7 +301,7 @@ def open_engine(args: Args, model: str) -> Iterator[Any]:
                     "the server multiplies in FP8: pass --server-model, the FP8 checkpoint of the "
                     "model (models.save_pretrained(..., quantize=fp8.CheckpointQuantizer(model)))"
                 )
-            first = args.gpus_per_node  # the trainer has those before
+            first = args.gpus_per_node  # the trainer uses the GPUs with lower numbers
             devices = range(first, first + args.server_gpus[0])
             server = serving.serve_vllm(
                 args.server_model or model,
@@ -324,8 +326,8 @@ def open_engine(args: Args, model: str) -> Iterator[Any]:
 
 
 def prepare(model: Any, mesh: parallel.Mesh, args: Args) -> None:
-    """Make an empty model into this rank's part of the trainer. The order matters."""
-    if hasattr(model.config, "index_topk"):  # which keys it chooses has no gradient
+    """Turn an empty model into this rank's shard of the trainer. The order of the steps matters."""
+    if hasattr(model.config, "index_topk"):  # the indexer's choice of keys has no gradient
         parallel.freeze_indexer(model)
     form = fp8_format(args)
     matmul = None
@@ -337,7 +339,7 @@ def prepare(model: Any, mesh: parallel.Mesh, args: Args) -> None:
 
 
 def make_optimizer(model: Any, args: Args) -> torch.optim.Optimizer:
-    """GLM-5's. The learning rate is as large as AdamW's would be."""
+    """Make GLM-5's optimizer, Muon. It takes a learning rate on the scale of AdamW's."""
     optimizer = optim.Muon(
         optim.muon_parameters(model), lr=args.lr, dtype=getattr(torch, args.dtype)
     )
@@ -345,7 +347,10 @@ def make_optimizer(model: Any, args: Args) -> torch.optim.Optimizer:
 
 
 def open_transport(args: Args, model: Any, engine: Any, rollouts: Any) -> Any:
-    """What publishes weights: to servers, the bytes that the trainer multiplies with, as deltas."""
+    """Open the transport that publishes weights.
+
+    Servers get deltas of the same bytes that the trainer multiplies with.
+    """
     if args.engine == "transformers" and not args.engine_urls:
         return weights.transport_to(model, engine, worker=rollouts)
     form = fp8_format(args)
@@ -370,10 +375,10 @@ def backward(
     statistics: loss.Statistics,
     counts: replay.RouteCounts,
 ) -> Any:
-    """The algorithm: add up the gradients of a step; returns this rank's part of the loss.
+    """Accumulate the gradients of a step, and return this rank's part of the loss.
 
-    A policy gradient whose tokens are weighted by the ratio of trainer and sampler, and dropped
-    where it is far from 1, as GLM-5's (arXiv:2602.15763).
+    The algorithm is GLM-5's policy gradient (arXiv:2602.15763): it weights each token by the ratio
+    of its probabilities under trainer and sampler, and drops tokens whose ratio is far from 1.
     """
     trained = parallel.all_sum(sum(int(batch.loss_mask.sum()) for batch in batches))
     total = 0.0
@@ -405,14 +410,14 @@ def backward(
 
 
 def plan(args: Args) -> planning.Plan:
-    """What would run where, and what it would take: the trainer's parts, on imagined ranks."""
+    """Plan the run without starting it: what runs where, and whether it fits."""
     folder = args.model
     preset = SCALES[args.scale]
     of_another_model = args.model != preset.model and args.config == preset.config
     if args.config is not None and not of_another_model:
         configs = Path(__file__).parent / "configs"
         if not (configs / args.config).is_dir():
-            raise ValueError(f"--config is {args.config!r}; expected a folder of {configs}")
+            raise ValueError(f"--config is {args.config!r}; expected a folder name in {configs}")
         folder = str(configs / args.config)
     elif folder is None or folder.startswith("tiny:"):
         folder = model_folder(args)
@@ -469,8 +474,8 @@ def main(args: Args) -> None:
             rewards = generator.permutation(rewards)
         return advantage.standardized(rewards)
 
-    # All ranks train. Rank 0 also samples and keeps records; on the others, the engine is None, and
-    # the worker and the run do nothing.
+    # All ranks train. Rank 0 also samples and writes the run folder. On the other ranks, the engine
+    # is None, and the worker and the run do nothing.
     run = track.IdleRun()
     opened_engine = contextlib.nullcontext()
     if world.is_first:
@@ -483,7 +488,7 @@ def main(args: Args) -> None:
             state=saved.get("run"),
             steps=args.steps,
             fixed=FIXED,
-            # Routes from before an update are replayed too, which makes up to that in most steps.
+            # In most steps, routes from before a weight update cause a mismatch up to this floor.
             gate=track.MismatchGate(floor=1e-4),
         )
     with (
@@ -501,7 +506,7 @@ def main(args: Args) -> None:
             state=saved.get("worker"),
         ) as rollouts,
         run,
-        world,  # the ranks connect
+        world,  # connects the ranks
     ):
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
         model = models.empty_model(folder)
@@ -516,7 +521,7 @@ def main(args: Args) -> None:
         with checkpoints:
             first_step = checkpoints.load(saved)
             transport.publish(first_step)
-            parallel.freeze_gc()  # what was built until here
+            parallel.freeze_gc()  # no garbage collection of the objects built so far
 
             for step in range(first_step, args.steps):
                 if args.eval_every and step % args.eval_every == 0:
@@ -527,7 +532,7 @@ def main(args: Args) -> None:
                     samples,
                     max_tokens=args.context,
                     ranks=mesh.batches,
-                    share_prefixes=True,  # turns that branches have in common are computed once
+                    share_prefixes=True,  # computes the common turns of branches once
                 )
                 batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device)
 
@@ -545,7 +550,7 @@ def main(args: Args) -> None:
 
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
                 metrics |= counts.summary(parallel.all_sum)
-                metrics["grad_norm"] = norm  # before it was clipped
+                metrics["grad_norm"] = norm  # before clipping
                 metrics["skipped_updates"] = guard.skipped
                 run.log(
                     step,

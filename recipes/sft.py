@@ -1,15 +1,15 @@
-"""Supervised fine-tuning of any Hugging Face chat model on conversations, on its replies alone.
+"""Supervised fine-tuning (SFT) of any Hugging Face chat model on the replies in conversations.
 
     python recipes/sft.py --model MODEL --data chats.jsonl traces/ --steps 200
 
-Data are JSONL or Parquet files, or folders of them, of ``{"messages": [...], "tools": [...]}``;
-files are shuffled together, or with ``--shares 3 1`` drawn in these proportions. The result, in
-``RUN_DIR/final``, is a model for ``async_grpo.py --model``. With ``--env``, rollouts there show
-what it has learned.
+The data are JSONL or Parquet files, or folders of such files, with rows of the form
+``{"messages": [...], "tools": [...]}``. All files are shuffled together; with ``--shares 3 1``, two
+paths are sampled in the proportion 3 to 1. ``RUN_DIR/final`` is the resulting model, which
+``async_grpo.py --model`` can load. With ``--env``, rollouts in an environment evaluate the model.
 
-Copy this file and edit it: ``draw_samples`` makes the batch, ``objective`` is the loss.
-GPUs: ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues with
-the next batch, on any number of ranks.
+To adapt the script, copy this file and edit it: ``draw_samples`` makes the batch, ``objective`` is
+the loss. On 8 GPUs, start it with ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save a
+checkpoint; ``--resume RUN_DIR`` continues with the next batch, on any number of ranks.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ import attrs
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import (
@@ -42,72 +42,73 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import Rollout, SamplingParams, TrainingSample
 
-# A resumed run keeps these: its data come in the same order, and its checkpoint decides the rest.
+# A resumed run must keep these arguments: they determine the order of the data, or the checkpoint
+# depends on them.
 FIXED = ("model", "data", "seed", "batch_size", "max_tokens", "replies", "too_long", "lora_rank")
 
 
 @attrs.frozen
 class Args:
-    """What a run may vary; whatever else is edited in this file."""
+    """The flags of a run. To change anything else, edit this file."""
 
-    #: a model folder or hub id
+    #: model folder or Hugging Face hub id
     model: str
     #: files and folders of conversations
     data: tuple[str, ...]
-    #: how often conversations of each path in data are drawn; by default, all paths are one
+    #: relative sampling frequency of each path in data; by default, all files are shuffled together
     shares: tuple[float, ...] = ()
-    #: files and folders of conversations that are held out
+    #: files and folders of held-out conversations
     eval_data: tuple[str, ...] = ()
-    #: an environment of the verifiers library, to see what the model can do
+    #: environment of the verifiers library, to evaluate the model in
     env: str | None = None
-    #: tasks of the environment: its first ones, played greedily
+    #: number of tasks from the environment: the first ones, which are sampled greedily
     env_tasks: int = attrs.field(default=32, validator=number(at_least=1))
-    #: the most tokens of a reply in the environment
+    #: maximum tokens per reply in the environment
     env_tokens: int = attrs.field(default=256, validator=number(at_least=1))
-    #: optimizer steps
+    #: number of optimizer steps
     steps: int = attrs.field(default=100, validator=number(at_least=1))
-    #: the seed of the conversations' order and of dropout
+    #: seed of the order of the conversations and of dropout
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the highest learning rate: after the warm-up, it falls to zero along half a cosine over all
-    #: steps; a run that is resumed with more steps continues with the rates of the longer run
+    #: peak learning rate: after the warm-up, the rate decays to zero along half a cosine over all
+    #: steps; a run that is resumed with more steps continues with the schedule of the longer run
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    #: steps in which the learning rate rises
+    #: number of warm-up steps, in which the learning rate rises
     warmup: int = attrs.field(default=10, validator=number(at_least=0))
-    #: conversations of a step, over all ranks
+    #: conversations per step, over all ranks
     batch_size: int = attrs.field(default=32, validator=number(at_least=1))
-    #: the most tokens of a conversation
+    #: maximum tokens per conversation
     max_tokens: int = attrs.field(default=2048, validator=number(at_least=2))
-    #: what becomes of a longer conversation: an error, left out, or its beginning
+    #: what to do with a longer conversation: raise an error, skip it, or cut its end off
     too_long: Literal["raise", "skip", "cut"] = "raise"
-    #: which replies are trained; templates of reasoning models need "last"
+    #: which replies to train on; templates of reasoning models need "last"
     replies: Literal["all", "last"] = "all"
-    #: the most tokens of a micro-batch, but for a conversation that alone has more
+    #: maximum tokens per micro-batch; a longer conversation gets a separate micro-batch
     pack_tokens: int = attrs.field(default=4096, validator=number(at_least=2))
-    #: what is computed in, by default what this machine is fastest in; the trained parameters stay
+    #: dtype of the computation, by default the fastest on this machine; the trained parameters stay
     #: float32
     dtype: Literal["float32", "bfloat16"] = attrs.field(factory=parallel.native_dtype)
-    #: the rank of low-rank adapters, which are then trained alone; 0: the whole model is trained
+    #: rank of low-rank adapters, which are then trained alone; 0: train the whole model
     lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
-    #: compute activations again in the backward pass, instead of keeping them
+    #: recompute activations in the backward pass instead of storing them
     recompute: bool = False
-    #: compile layers
+    #: compile the layers
     compile: bool = False
-    #: expert parallelism: ranks that share the experts of each layer
+    #: expert parallelism: number of ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
-    #: context parallelism: ranks that share the tokens of each micro-batch
+    #: context parallelism: number of ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    #: steps from one evaluation to the next; 0: only at the end
+    #: steps between evaluations; 0: evaluate only at the end
     eval_every: int = attrs.field(default=50, validator=number(at_least=0))
-    #: steps from one checkpoint to the next; 0: only at the end, or when told to stop
+    #: steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=100, validator=number(at_least=0))
-    #: the folder of a new run; runs/SCRIPT-NNN by default
+    #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    #: the folder of a run, to resume it there
+    #: folder of the run to resume
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
 def extras(args: Args) -> list[str]:
-    """The optional dependencies of a run, which are looked for before anything is loaded."""
+    """List the optional dependencies of a run; they are checked before anything is loaded."""
     needed = []
     if args.env:
         needed.append("verifiers")
@@ -121,7 +122,7 @@ def extras(args: Args) -> list[str]:
 
 
 def open_stream(args: Args) -> rollout.TaskStream:
-    """The conversations to train on, in a new random order in every pass over them."""
+    """Return the stream of training conversations, reshuffled for each epoch."""
     if not args.shares:
         return rollout.Shuffled(data.Conversations(*args.data), seed=args.seed)
     if len(args.shares) != len(args.data):
@@ -138,7 +139,7 @@ def open_stream(args: Args) -> rollout.TaskStream:
 
 
 def to_sample(conversation: Any, tokenizer: Any, model: Any, args: Args) -> TrainingSample | None:
-    """The tokens of a conversation, and which are trained; None if it is too long."""
+    """Tokenize a conversation and mark the trained tokens; None if it is skipped as too long."""
     return data.training_sample(
         conversation,
         tokenizer,
@@ -152,7 +153,7 @@ def to_sample(conversation: Any, tokenizer: Any, model: Any, args: Args) -> Trai
 def draw_samples(
     stream: rollout.TaskStream | None, tokenizer: Any, model: Any, args: Args
 ) -> list[TrainingSample]:
-    """The samples of a step. Only rank 0 has a stream."""
+    """Draw the samples of a step. Only rank 0 has a stream; the other ranks get none."""
     samples: list[TrainingSample] = []
     skipped = 0
     while stream is not None and len(samples) < args.batch_size:
@@ -170,16 +171,17 @@ def draw_samples(
     return samples
 
 
-def play(engine: Any, environment: Any, tasks: list[Any], args: Args) -> list[Rollout]:
-    """Rollouts of the environment; what fails there is said, and does not end the training.
+def evaluate(engine: Any, environment: Any, tasks: list[Any], args: Args) -> list[Rollout]:
+    """Sample rollouts in the environment.
 
-    Only rank 0 has an engine.
+    Errors of tasks are printed and do not end the training. Only rank 0 has an engine; the other
+    ranks get no rollouts.
     """
     if engine is None:
         return []
     greedy = SamplingParams(max_tokens=args.env_tokens, temperature=0.0)
     rollouts = []
-    for played in rollout.play_tasks(engine, environment, tasks, greedy):
+    for played in rollout.evaluate_tasks(engine, environment, tasks, greedy):
         if played.rollout is None:
             print(f"{played.task['id']}: {played.message}")
         else:
@@ -188,7 +190,7 @@ def play(engine: Any, environment: Any, tasks: list[Any], args: Args) -> list[Ro
 
 
 def learning_rate(step: int, args: Args) -> float:
-    """Of a step, counted from 0: a linear rise, then half a cosine down to zero."""
+    """Return the learning rate of a step, counted from 0: linear warm-up, then cosine decay."""
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
@@ -196,7 +198,10 @@ def learning_rate(step: int, args: Args) -> float:
 
 
 def packing_cost(config: Any) -> Any:
-    """What a document costs: FLOPs, or its tokens (None) in families whose FLOPs aren't counted."""
+    """Return the cost of a document for packing: its FLOPs; None counts tokens instead.
+
+    None is for model families whose FLOPs are not counted.
+    """
     try:
         flops.parameters(config)
     except ValueError:
@@ -207,20 +212,20 @@ def packing_cost(config: Any) -> Any:
 def to_batches(
     samples: list[TrainingSample], model: Any, mesh: parallel.Mesh, device: Any, args: Args
 ) -> list[packing.PackedBatch]:
-    """This rank's micro-batches: all ranks get about equally much to compute."""
+    """Pack the samples into this rank's micro-batches, with about equal work for all ranks."""
     packed = packing.pack(
         samples,
         max_tokens=args.pack_tokens,
         ranks=mesh.batches,
         too_long="alone",
         cost=packing_cost(model.config),
-        share_prefixes=True,  # tokens that conversations begin with alike are computed once
+        share_prefixes=True,  # computes common prefixes of conversations once
     )
     return parallel.scatter(packed, packing.PackedBatch, mesh, device=device)
 
 
 def add_adapters(model: Any, *, rank: int) -> None:
-    """Low-rank adapters on every linear layer but the head; only they are trained."""
+    """Add low-rank adapters to all linear layers but the head, and freeze all else."""
     import peft  # pip install '.[lora]'
 
     adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
@@ -228,12 +233,12 @@ def add_adapters(model: Any, *, rank: int) -> None:
 
 
 def count_trained(samples: list[TrainingSample]) -> Any:
-    """The trained tokens of the step, on all ranks: the loss is a mean over all of them."""
+    """Count the trained tokens of the step over all ranks, which the loss is averaged over."""
     return parallel.all_sum(sum(int(sample.loss_mask.sum()) for sample in samples))
 
 
 def objective(model: Any, batch: packing.PackedBatch, *, tokens: Any) -> torch.Tensor:
-    """The algorithm: a micro-batch's part of the mean negative log-likelihood of ``tokens``."""
+    """Compute a micro-batch's part of the loss: its negative log-likelihood over ``tokens``."""
     logprobs = loss.model_logprobs(
         model, batch.token_ids, batch.position_ids, batch.labels, rows=batch.loss_mask
     )
@@ -244,7 +249,7 @@ def objective(model: Any, batch: packing.PackedBatch, *, tokens: Any) -> torch.T
 def evaluation_loss(
     model: Any, samples: list[TrainingSample], mesh: parallel.Mesh, device: Any, args: Args
 ) -> float | None:
-    """The mean over held-out conversations; None if there are none."""
+    """Return the mean loss over the held-out conversations; None if there are none."""
     tokens = count_trained(samples)
     if not tokens:
         return None
@@ -257,12 +262,13 @@ def evaluation_loss(
 @track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
-    # Beside the view, or in its place: track.wandb_sink("project", args).
+    # To log to Weights & Biases, add track.wandb_sink("project", args) to the sinks.
     sinks = [track.LiveView("SFT", steps=args.steps)] if world.is_first else []
     parallel.configure_cpu()
-    # Rank 0 also reads the data and keeps records. Broken files are found before the model loads.
+    # Rank 0 also reads the data and writes the run folder. It finds broken files before the model
+    # loads.
     stream = open_stream(args) if world.is_first else None
-    if args.env is not None:  # and so is an error in its name
+    if args.env is not None:  # find a wrong name before the model loads
         rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
     model.to(world.device)
@@ -273,7 +279,7 @@ def main(args: Args) -> None:
         add_adapters(model, rank=args.lora_rank)
     saved = checkpoint.last_good(args.resume if world.is_first else None)
 
-    # On other ranks than 0, there is no engine, and the run does nothing.
+    # On ranks other than 0, there is no engine, and the run does nothing.
     run = track.IdleRun()
     opened_engine = contextlib.nullcontext()
     held_out = []
@@ -324,11 +330,11 @@ def main(args: Args) -> None:
                     )
                     if transport is not None:
                         transport.publish(step)
-                        run.log_evaluation(step, play(engine, environment, env_tasks, args))
+                        run.log_evaluation(step, evaluate(engine, environment, env_tasks, args))
                 samples = draw_samples(stream, tokenizer, model, args)
                 if step == 0 and world.is_first:
                     text = data.marked_text(samples[0], tokenizer)
-                    print("trained is what is between ⟦⟧:", textwrap.shorten(text, 600))
+                    print("text between ⟦ and ⟧ is trained:", textwrap.shorten(text, 600))
                 tokens = count_trained(samples)
                 total = torch.zeros((), device=world.device)
                 for batch in to_batches(samples, model, mesh, world.device, args):
@@ -343,7 +349,7 @@ def main(args: Args) -> None:
                 optimizer.zero_grad()
 
                 metrics["loss"] = parallel.all_sum(total)
-                metrics["grad_norm"] = norm  # before it was clipped
+                metrics["grad_norm"] = norm  # before clipping
                 metrics["skipped_updates"] = guard.skipped
                 metrics["trained_tokens"] = tokens
                 metrics["tokens"] = sum(len(sample.token_ids) for sample in samples)
@@ -357,12 +363,12 @@ def main(args: Args) -> None:
         last = evaluation_loss(model, held_out, mesh, world.device, args)
         if transport is not None:
             transport.publish(args.steps)
-            run.log_evaluation(args.steps, play(engine, environment, env_tasks, args))
+            run.log_evaluation(args.steps, evaluate(engine, environment, env_tasks, args))
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish(evaluation_loss=last)
         if world.is_first:
             if last is not None:
-                print(f"loss of held-out conversations: {last:.4f}")
+                print(f"loss on held-out conversations: {last:.4f}")
             print(run.report())
 
 

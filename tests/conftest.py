@@ -1,10 +1,10 @@
 import os
 
-# One thread in each of the trainer and the engine: more of them slow each other down.
+# One thread each for the trainer and the engine, since more threads slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# One terminal for all: what a narrow one wraps could not be found in the output.
+# A fixed terminal width: a narrow terminal would wrap text that tests look for in the output.
 os.environ["COLUMNS"] = "100"
 
 import ast
@@ -33,7 +33,7 @@ from primerl.types import NOT_SAMPLED, Completion, Group, Rollout, Sample
 
 HELPERS = Path(__file__).parent / "helpers"
 
-# Test files that need Hypothesis say so themselves, where it is not installed.
+# If Hypothesis is not installed, the test files that need it skip themselves.
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import settings
 
@@ -47,7 +47,7 @@ for value in vars(types).values():
         value.__init__ = jaxtyped(typechecker=runtime_types.checked)(value.__init__)
 
 
-# A shell that starts a job in the background lets it ignore these, and its children inherit that.
+# A shell makes background jobs ignore these signals, and child processes inherit that.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -55,15 +55,15 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 
 
 def pytest_configure(config):
-    """A temporary folder of this process's own; pytest's folders stay where they are."""
+    """Use a separate temporary folder in this process, without moving pytest's own folders."""
     mark_processes()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    if not home_can_be_written():  # these two libraries have a variable for it
+    if not home_can_be_written():  # these two libraries support a variable for their folder
         caches = tempfile.mkdtemp(prefix="tests-caches-")
         os.environ["HF_HOME"] = os.environ["MPLCONFIGDIR"] = caches
         config.add_cleanup(lambda: shutil.rmtree(caches, ignore_errors=True))
     folder = tempfile.mkdtemp(prefix="tests-")
-    os.chmod(folder, 0o711)  # sandboxes of another user have their folders in it
+    os.chmod(folder, 0o711)  # sandboxes that run as another user have folders in it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
@@ -74,16 +74,16 @@ def home_can_be_written():
         cache.mkdir(exist_ok=True)
     except OSError:
         return False
-    except RuntimeError:  # there is no home, and temporary folders are used
+    except RuntimeError:  # there is no home folder, and the libraries use temporary folders
         return True
     return os.access(cache, os.W_OK)
 
 
 @pytest.fixture
 def home():
-    """A home folder in which verifiers can keep files."""
+    """Skip the test unless verifiers can store files in the home folder."""
     if not home_can_be_written():
-        pytest.skip("verifiers keeps files in ~/.cache, which can't be written here")
+        pytest.skip("verifiers stores files in ~/.cache, which is not writable here")
 
 
 def pytest_runtest_setup(item):
@@ -95,7 +95,7 @@ def pytest_runtest_setup(item):
 
 
 def make_sample(prompt=3, completion=4, *, version=0, kind=Sample, seed=0, **fields):
-    """A sample whose tokens tell prompt from completion."""
+    """Make a sample with random tokens; ``loss_mask`` separates prompt and completion."""
     rng = np.random.default_rng(seed)
     length = prompt + completion
     mask = np.arange(length) >= prompt
@@ -127,7 +127,7 @@ def torchrun(*command, ranks, cwd, check=True, timeout_s=300):
 
 
 class FakeEngine:
-    """Tokens out of a hat, after a random delay; its version is set by hand."""
+    """An engine that returns random tokens after a random delay; tests set its version."""
 
     def __init__(self, *, delay_s=0.001, context_length=1000, seed=0):
         self.version = 0
@@ -151,7 +151,7 @@ class FakeEngine:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """A leftover would fail a later test, or keep pytest from ending."""
+    """Check that a test leaves nothing behind that could break a later test or block exit."""
     before = Leftovers()
     yield
     found = before.found()
@@ -183,13 +183,13 @@ def smollm2_folder(tmp_path_factory):
 
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # unpacking takes half a minute: once for all workers
+        shared = shared.parent  # unpack once for all workers, since it takes half a minute
     with FileLock(shared / "smollm2.lock"):
         return testing.smollm2(shared / "smollm2")
 
 
 def pytest_terminal_summary(terminalreporter):
-    """A report, not a rule: what has grown beyond the sizes that read in one sitting."""
+    """List files and functions that exceed the size goals, without failing the tests."""
     root = Path(__file__).parent.parent
     rows = []
     for path in sorted([*root.glob("primerl/**/*.py"), *root.glob("recipes/*.py")]):
@@ -209,7 +209,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session")
 def optimized(root, tmp_path_factory):
-    """What tests/ranks/optimizer_steps.py found on each of four ranks, in one launch."""
+    """Return the findings of tests/ranks/optimizer_steps.py on four ranks, from one launch."""
     folder = tmp_path_factory.mktemp("optimized")
     script = root / "tests/ranks/optimizer_steps.py"
     done = forked_ranks(script, folder, ranks=4, cwd=folder)

@@ -47,7 +47,7 @@ def test_lengths_must_agree():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss_mask": [True, True]}, "nothing precedes token 0"),
+        ({"loss_mask": [True, True]}, "token 0 has no context"),
         ({"behavior_logprobs": [0.0, np.nan]}, "not finite"),
         ({"versions": [NOT_SAMPLED, NOT_SAMPLED]}, "negative"),
         ({"temperature": np.inf}, "temperature"),
@@ -158,9 +158,12 @@ def test_metrics_are_pythons_own_numbers_by_name():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"metrics": {"colour": "red"}}, "the metric 'colour' is 'red', expected a number"),
-        ({"metrics": {"all": np.zeros(3)}}, "the metric 'all' is array"),
-        ({"metrics": {"seed": 2**70}}, "the metric 'seed' is 1180591620717411303424, which has"),
+        (
+            {"metrics": {"colour": "red"}},
+            "metric 'colour' is 'red'; expected a string and a number",
+        ),
+        ({"metrics": {"all": np.zeros(3)}}, "metric 'all' is array"),
+        ({"metrics": {"seed": 2**70}}, "metric 'seed' is 1180591620717411303424; expected"),
         ({"episode_id": 7}, "episode_id is 7, expected a string"),
         ({"agent": None}, "agent is None, expected a string"),
         ({"stop": 7}, "stop is 7, expected a string"),

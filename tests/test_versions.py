@@ -53,8 +53,8 @@ def test_an_untested_release_is_named_once_with_what_to_install(installed, caplo
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"transformers {version} is installed, but primerl is tested with >=5.17,<5.25 only, and "
-        "what it hooks into may have changed; if something fails, run: pip install "
+        f"transformers {version} is installed, but primerl is tested only with >=5.17,<5.25, and "
+        "internals that it relies on may have changed; if something fails, run: pip install "
         "'transformers>=5.17,<5.25'"
     )
 

@@ -1,10 +1,10 @@
-"""Runs the README's commands in awkward places and prints a table of what came of each.
+"""Run the README's commands in awkward environments, and print a table of the outcomes.
 
     python tools/anywhere.py [SITUATION ...] [--command "make test"] [--report PATH]
 
-Each situation is a fresh clone of this repository, in a folder, a shell and an environment of its
-own; ``--list`` names them. Root is needed, to become an ordinary user and to replace ``/dev/shm``.
-Each clone installs everything, so one situation takes about twenty minutes.
+Each situation is a fresh clone of this repository with its own folder, shell and environment;
+``--list`` names the situations. The script needs root, to switch to an ordinary user and to replace
+``/dev/shm``. Each clone installs everything, so one situation takes about twenty minutes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import attrs
 
 ROOT = Path(__file__).resolve().parents[1]
-USER = 20_000  # a user and group id that no account has
+USER = 20_000  # a user and group id without an account
 IGNORED = "trap '' INT HUP QUIT"
 NO_NAMESPACES = (
     "unshare --user --map-root-user sh -c 'echo 0 > /proc/sys/user/max_user_namespaces; "
@@ -36,14 +36,14 @@ AS_USER = f"setpriv --reuid={USER} --regid={USER} --clear-groups"
 
 @attrs.frozen(kw_only=True)
 class Situation:
-    """Where and how a command is started."""
+    """The conditions under which a command is started."""
 
     about: str
     folder: str = "/var/tmp/primerl-anywhere"
     shell: str = ""
-    """What the shell runs before the command."""
+    """Shell commands to run before the command."""
     wrapper: str = ""
-    """The program that starts the command."""
+    """Program that starts the command."""
     ordinary: bool = False
     """Whether the clone belongs to an ordinary user."""
 
@@ -68,7 +68,8 @@ SITUATIONS = {
     "small-shm": Situation(about="64 MB of /dev/shm", wrapper=SMALL_SHARED_MEMORY),
     "few-files": Situation(about="ulimit -n 1024", shell="ulimit -n 1024"),
     "no-namespaces": Situation(about="no user namespaces", wrapper=NO_NAMESPACES),
-    # Together, a run that passes shows all of its conditions; one that fails is taken apart.
+    # Combined conditions: if a combination passes, each of its conditions does. If it fails, test
+    # the conditions one by one.
     "all-root": Situation(
         about="below /tmp, signals ignored, umask 077, no HOME, LC_ALL=C, TZ, ulimit, small shm",
         folder="/tmp/primerl-anywhere",
@@ -88,7 +89,7 @@ SITUATIONS = {
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """What came of one command in one situation."""
+    """Outcome of one command in one situation."""
 
     name: str
     command: str
@@ -99,7 +100,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def cloned(situation: Situation) -> Iterator[Path]:
-    """A clone in the situation's folder, which is removed at the end."""
+    """Open a clone in the situation's folder, and remove the folder at the end."""
     folder = Path(situation.folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -114,7 +115,7 @@ def cloned(situation: Situation) -> Iterator[Path]:
 
 
 def run(name: str, command: str, clone: Path, logs: Path) -> Outcome:
-    """Run the command in the clone, with its output in ``logs``."""
+    """Run the command in the clone, and write its output to ``logs``."""
     situation = SITUATIONS[name]
     words = f"{situation.wrapper} {command}".strip()
     script = f"cd {shlex.quote(str(clone))}; {situation.shell or ':'}; {words}"
@@ -143,7 +144,7 @@ def run(name: str, command: str, clone: Path, logs: Path) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The outcomes as a Markdown table."""
+    """Format the outcomes as a Markdown table."""
     rows = ["| situation | command | outcome | minutes |", "|---|---|---|---|"]
     for one in outcomes:
         about = SITUATIONS[one.name].about
@@ -153,17 +154,17 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """Run what the command line names; returns 1 if a command failed."""
+    """Run the situations of the command line; return 1 if a command failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("situations", nargs="*", metavar="SITUATION", help="all by default")
     parser.add_argument("--list", action="store_true", help="list the situations and stop")
     parser.add_argument(
         "--command",
         action="append",
-        help="what to run there; may be given again (by default make demo, test and test-vllm)",
+        help="command to run; may be repeated (default: make demo, make test and make test-vllm)",
     )
-    parser.add_argument("--report", type=Path, help="the file for the table")
-    parser.add_argument("--logs", type=Path, default=Path("runs/anywhere"), help="for the output")
+    parser.add_argument("--report", type=Path, help="file to write the table to")
+    parser.add_argument("--logs", type=Path, default=Path("runs/anywhere"), help="for log files")
     args = parser.parse_args()
     if args.list:
         for name, situation in SITUATIONS.items():

@@ -1,12 +1,12 @@
-"""What the canary catches: faults of known size, on real vLLM, as a Markdown table.
+"""Measure which faults the canary detects on real vLLM, and print a Markdown table.
 
     python tools/canary_table.py --dtype bfloat16 --correct 10 > table.md
 
-SmolLM2-135M is trained for a step at lr 1e-6. For each fault, a copy of it is made faulty and
-published in its place, with receipts that are all right; then the canary compares the server with
-the trainer. Two columns say who caught it: the bytes of the tensors in use, and the scores, as they
-alone would have in an engine that can't be read. Between them, correct publications of further
-steps count false alarms.
+SmolLM2-135M is trained for one step at lr 1e-6. For each fault, a copy of the model gets the fault
+and is published in place of the model, with correct receipts. Then the canary compares the server
+with the trainer. Two columns say which check detected the fault: the comparison of the bytes of the
+tensors in use, or the scores alone, as in an engine whose tensors can't be read. Correct
+publications of further steps, between the faults, count false alarms.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from primerl import models, serving, testing, weights
 
 State = dict[str, Tensor]
 Fault = Callable[[State, State], None]
-"""Changes the tensors of the faulty copy; the second are those of the version before."""
+"""Changes the tensors of the faulty copy in place; the second argument is the previous version."""
 LR = 1e-6
 
 
 def scaled(pattern: str, factor: float) -> Fault:
-    """Every tensor of the pattern is multiplied."""
+    """Multiply every tensor whose name matches the pattern."""
 
     def make(state: State, _old: State) -> None:
         for tensor in chosen(state, pattern):
@@ -42,7 +42,7 @@ def scaled(pattern: str, factor: float) -> Fault:
 
 
 def noisy(pattern: str, share: float) -> Fault:
-    """Noise of ``share`` of a tensor's root mean square is added."""
+    """Add noise whose size is ``share`` of each tensor's root mean square."""
 
     def make(state: State, _old: State) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def noisy(pattern: str, share: float) -> Fault:
 
 
 def stale(pattern: str) -> Fault:
-    """The tensors of the pattern keep the version before."""
+    """Keep the previous version of the tensors whose names match the pattern."""
 
     def make(state: State, old: State) -> None:
         for name in state:
@@ -65,7 +65,7 @@ def stale(pattern: str) -> Fault:
 
 
 def swapped(first: str, second: str) -> Fault:
-    """Two tensors change places."""
+    """Swap two tensors."""
 
     def make(state: State, _old: State) -> None:
         one = state[first].clone()
@@ -76,7 +76,7 @@ def swapped(first: str, second: str) -> Fault:
 
 
 def changed(pattern: str, change: Callable[[Tensor], Tensor]) -> Fault:
-    """The tensors of the pattern become ``change`` of themselves."""
+    """Apply ``change`` to every tensor whose name matches the pattern."""
 
     def make(state: State, _old: State) -> None:
         for tensor in chosen(state, pattern):
@@ -86,37 +86,37 @@ def changed(pattern: str, change: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def chosen(state: State, pattern: str) -> list[Tensor]:
-    """Tensors whose names match."""
+    """Return the tensors whose names match the pattern."""
     found = [tensor for name, tensor in state.items() if re.search(pattern, name)]
     assert found, pattern
     return found
 
 
 def flip_signs(tensor: Tensor) -> Tensor:
-    """One row of 100 with its signs flipped."""
+    """Flip the signs of every 100th row."""
     tensor[::100] *= -1
     return tensor
 
 
 def truncated_to_bfloat16(tensor: Tensor) -> Tensor:
-    """Cut off instead of rounded."""
+    """Truncate to bfloat16 instead of rounding."""
     return (tensor.view(torch.int32) & ~0xFFFF).view(torch.float32)
 
 
 def as_float8(tensor: Tensor) -> Tensor:
-    """Rounded to float8_e4m3, by a scale for the tensor."""
+    """Round to float8_e4m3 with one scale for the tensor."""
     scale = tensor.abs().max() / 448
     return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def one_element(tensor: Tensor) -> Tensor:
-    """One element is another by 10%."""
+    """Change one element by 10%."""
     tensor[0, 0] *= 1.1
     return tensor
 
 
 def layer(number: int, name: str) -> str:
-    """The name of a tensor of a layer."""
+    """Return the name of a weight in a layer."""
     return f"model.layers.{number}.{name}.weight"
 
 
@@ -160,7 +160,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """A step of policy gradients on random text."""
+    """Take one policy-gradient step on random text."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(3000, 46000, (2, 48), generator=generator)
     logprobs = model(rows).logits[:, :-1].log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
@@ -171,7 +171,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 
 class WrongTemperature:
-    """An engine whose servers sample at another temperature than they are asked for."""
+    """An engine whose servers sample at a different temperature from the requested one."""
 
     def __init__(self, engine: serving.VLLMEngine, factor: float) -> None:
         self._engine, self._factor = engine, factor
@@ -180,14 +180,14 @@ class WrongTemperature:
     def probe(
         self, sequences: Sequence[Sequence[int]], *, temperatures: Sequence[float], **options: Any
     ) -> dict[str, Any]:
-        """As the engine does, at temperatures of its own."""
+        """Probe the engine at scaled temperatures."""
         return self._engine.probe(
             sequences, temperatures=[self._factor * one for one in temperatures], **options
         )
 
 
 class Table:
-    """A trainer, a faulty copy of it, and a server."""
+    """A trainer, a faulty copy of the trainer, and a server to publish to."""
 
     def __init__(self, engine: serving.VLLMEngine, folder: str, dtype: torch.dtype) -> None:
         self.engine = engine
@@ -200,13 +200,13 @@ class Table:
         self.version = -1
 
     def publish_correctly(self) -> weights.Verdict:
-        """Publish what the trainer has."""
+        """Publish the trainer's weights, and check them with the canary."""
         self.version += 1
         self.right.publish(self.version)
         return self.canary.check(self.version)
 
     def with_fault(self, fault: Fault, old: State) -> weights.Verdict:
-        """Publish a faulty copy in its place."""
+        """Publish a faulty copy of the trainer's weights, and check them with the canary."""
         self.version += 1
         with torch.no_grad():
             state = dict(self.faulty.named_parameters())
@@ -217,7 +217,7 @@ class Table:
         return self.canary.check(self.version)
 
     def rows(self, names: list[str], *, correct: int) -> Iterator[str]:
-        """The lines of the table."""
+        """Yield the lines of the table."""
         alarms = 0
         yield "| fault | tensors found | scores, nats (tolerance) | by bytes | scores alone |"
         yield "|---|---|---|---|---|"
@@ -244,8 +244,8 @@ class Table:
 
 
 def row(name: str, verdict: weights.Verdict) -> str:
-    """A line of the table."""
-    (one,) = verdict.replicas
+    """Format a line of the table."""
+    (one,) = verdict.servers
     print(name, verdict.reason, file=sys.stderr, flush=True)
     by_scores = re.sub(r"tensors differ from the trainer's: [^,]*(, [^ ,]*weight)*", "", one.reason)
     words = ("differ", "shifted", "arrived")
@@ -260,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--correct", type=int, default=4, help="publications after the faults")
-    parser.add_argument("--only", default=".", help="a regular expression of the faults' names")
+    parser.add_argument("--only", default=".", help="regular expression of fault names")
     arguments = parser.parse_args()
     names = [name for name in FAULTS if re.search(arguments.only, name)]
     with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,8 @@
 
     python tools/families.py docs/families.md [FAMILY ...] [--findings PATH]
 
-By default every ``model_type`` for which transformers has a causal language model, in about an
-hour. ``--findings`` keeps what was found in a file (JSON Lines), and continues there.
+The default is every ``model_type`` for which transformers has a causal language model, which takes
+about an hour. ``--findings`` stores the findings in a file (JSON Lines), which a later run extends.
 """
 
 import argparse
@@ -20,33 +20,50 @@ ALONE = "1 process"
 MESHES = [MeshPlan(recompute=True), MeshPlan(ep=2, recompute=True), MeshPlan(cp=2, recompute=True)]
 MUON = """## Muon
 
-The role that `optim.muon_parameters` finds for each parameter of the tiny versions: one matrix (one
-for each expert, where experts are stacked), several matrices that are orthogonalized one by one, or
-AdamW's (norms and biases, which are always AdamW's, are left out). `x | y` are parts of the
-outputs, one after the other; "times in turn" means that they repeat, such as for each head. Tests
-that trace the use of weights in each model's forward pass find the same.
+This table lists how `optim.muon_parameters` updates each parameter of the tiny models
+([Muon](optimizers.md#muon)):
+
+- *one matrix*: the parameter is orthogonalized as one matrix; where experts are stacked, as one
+  matrix per expert.
+- *several*: the parameter holds several matrices, which are orthogonalized one by one. `x | y`
+  are consecutive parts of the outputs. "4 times in turn" means that the parts repeat 4 times, for
+  example once per head.
+- *AdamW*: AdamW updates the parameter. Norms and biases always belong here and are left out.
+
+Tests trace how each model's forward pass uses its weights, and find the same roles.
 
 | family | one matrix | several | AdamW |
 |---|---|---|---|
 """
 PAGE = """# Families of models
 
-Made by `python tools/families.py docs/families.md` for every `model_type` for which
-transformers has a causal language model, with {versions}.
+This page says which model families `primerl` trains correctly on packed documents and on several
+ranks, and why it refuses the others. Look up the `model_type` of your model's `config.json`
+before you plan a run.
 
-Each family's tiny version is trained for three steps of AdamW on packed documents, on two gloo
-ranks, with recomputation of activations, and compared with one process that computes each document
-alone in plain Hugging Face code: logprobs, entropies, losses, gradient norms, gradients before and
-after clipping, the experts that each token goes to, updates, and a checkpoint's round trip. `loss`
-and `gradient norm` are the largest relative differences. A family with windows of attention is
-admitted for documents that fit into them; longer ones are refused when they occur. The models are
-initialized at random.
+`python tools/families.py docs/families.md` generates the page, for every `model_type` for which
+`transformers` has a causal language model. This version was made with {versions}.
+
+For each family, a tiny, randomly initialized model is trained for three steps of AdamW on packed
+documents, on two gloo ranks, with activation recomputation. The reference is one process that
+computes each document alone, in plain Hugging Face code. Logprobs, entropies, losses, gradient
+norms, gradients before and after clipping, each token's experts, updates, and a saved and
+reloaded checkpoint must agree with it. The columns are:
+
+- `packed`: packed documents in one process; `fsdp`, `ep 2` and `cp 2`: fully sharded data
+  parallelism, expert parallelism and context parallelism on two ranks. `pass`: everything agrees;
+  `FAIL`: a difference is larger than the tolerance; `refused`: an error says that the combination
+  is unsupported; empty: it does not apply.
+- `loss`, `gradient norm`: the largest relative difference from the reference.
+
+A family with sliding-window attention passes for documents that fit into the window. A longer
+document raises an error when it is computed.
 
 {table}"""
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """A page of the documentation."""
+    """Format the findings as a page of the documentation."""
     refused = {one.family for one in findings if one.mesh == ALONE and one.measured is None}
     failed = {one.family for one in findings if one.result == "FAIL"}
     families = dict.fromkeys(finding.family for finding in findings)
@@ -56,7 +73,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def markdown_table(findings: Sequence[Finding]) -> str:
-    """Admitted families, with the largest differences of all meshes; then refused ones."""
+    """Format the admitted families with their largest differences, then the refused families."""
     by_family: dict[str, list[Finding]] = {}
     for finding in findings:
         by_family.setdefault(finding.family, []).append(finding)
@@ -81,7 +98,7 @@ def markdown_table(findings: Sequence[Finding]) -> str:
 
 
 def muon_table(families: Iterable[str]) -> str:
-    """The roles that ``optim.muon_parameters`` finds in families, in Markdown."""
+    """Format the roles that ``optim.muon_parameters`` assigns in each family, as Markdown."""
     rows = []
     for family in families:
         cells: dict[str, dict[str, None]] = {name: {} for name in ("one", "several", "adamw")}
@@ -102,7 +119,7 @@ def muon_table(families: Iterable[str]) -> str:
 
 
 def _short(name: str) -> str:
-    """A parameter's name without its layer's."""
+    """Return a parameter's name without the prefix of its layer."""
     name = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
@@ -135,7 +152,7 @@ def main() -> None:
     )
     parser.add_argument("page", type=Path, help="the file to write")
     parser.add_argument("families", nargs="*", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--findings", type=Path, help="a file of findings, to begin or to continue")
+    parser.add_argument("--findings", type=Path, help="file of findings to create or to continue")
     args = parser.parse_args()
     tasks = [Task(family=one, meshes=applicable(one, MESHES)[0]) for one in args.families]
     args.page.write_text(page(compare(tasks, world=2, findings=args.findings)), encoding="utf-8")

@@ -3,9 +3,9 @@
     python tools/fp8_curve.py imitation --steps 200
     python tools/fp8_curve.py reinforcement --seeds 0 1 --folder runs/fp8
 
-``imitation`` is the demo's first phase alone: held-out losses of fine-tuning from random weights.
-``reinforcement`` runs recipes/demo.py itself, which warms up in float32; after that the trainer
-and the engine that samples multiply in FP8. It writes docs/images/fp8_rewards.csv and .svg.
+``imitation`` runs only the demo's first phase, and prints held-out losses of fine-tuning from
+random weights. ``reinforcement`` runs recipes/demo.py itself, which warms up in float32; then the
+trainer and the sampling engine multiply in FP8. It writes docs/images/fp8_rewards.csv and .svg.
 """
 
 import argparse
@@ -41,13 +41,13 @@ def main() -> None:
     imitation = phases.add_parser("imitation", help="print a table of held-out losses")
     imitation.add_argument("--steps", type=int, default=200)
     imitation.add_argument("--seed", type=int, default=0)
-    reinforcement = phases.add_parser("reinforcement", help="run the demo, and draw its rewards")
+    reinforcement = phases.add_parser("reinforcement", help="run the demo and plot its rewards")
     reinforcement.add_argument("--steps", type=int, default=50)
-    reinforcement.add_argument("--groups", type=int, default=32, help="of each step")
+    reinforcement.add_argument("--groups", type=int, default=32, help="groups per step")
     reinforcement.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    reinforcement.add_argument("--folder", type=Path, required=True, help="of the runs")
+    reinforcement.add_argument("--folder", type=Path, required=True, help="folder of the runs")
     reinforcement.add_argument(
-        "--draw", action="store_true", help="only draw what the folder has, unfinished runs too"
+        "--draw", action="store_true", help="only plot the folder's runs, including unfinished ones"
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def load_demo() -> ModuleType:
-    """recipes/demo.py as a module of its own."""
+    """Load recipes/demo.py as a new module, which can be patched."""
     spec = importlib.util.spec_from_file_location("demo", ROOT / "recipes/demo.py")
     assert spec is not None
     assert spec.loader is not None
@@ -68,7 +68,7 @@ def load_demo() -> ModuleType:
 
 
 def convert(model, form):  # noqa: ANN001, ANN201
-    """Have a model's linear layers and experts multiply in FP8."""
+    """Make a model's linear layers and experts multiply in FP8."""
     fp8.convert_linears(model, form=form)
     divide_experts(model, matmul=fp8.GroupedMatmul(form=form))
 
@@ -77,7 +77,7 @@ def convert(model, form):  # noqa: ANN001, ANN201
 
 
 def print_losses(steps: int, seed: int) -> None:
-    """A table of the held-out losses of every 20th step."""
+    """Print a table of the held-out losses at every 20th step."""
     demo = load_demo()
     curves = {name: losses(demo, form, steps, seed) for name, form in FORMS.items()}
     print("| step | " + " | ".join(curves) + " |")
@@ -86,7 +86,7 @@ def print_losses(steps: int, seed: int) -> None:
 
 
 def losses(demo, form, steps, seed, *, every=EVERY):  # noqa: ANN001, ANN201
-    """Held-out losses, every so many steps and at the end; ``form`` is None for float32."""
+    """Return held-out losses, every ``every`` steps and at the end; ``form`` None is float32."""
     model, tokenizer = demo.build_policy(seed)
     if form is not None:
         convert(model, form)
@@ -108,12 +108,12 @@ def losses(demo, form, steps, seed, *, every=EVERY):  # noqa: ANN001, ANN201
 
 
 def held_out_loss(model, tokenizer, lessons):  # noqa: ANN001, ANN201
-    """The mean negative logprob of the continuations' tokens."""
+    """Return the mean negative logprob of the tokens of the answers."""
     documents, wanted = [], []
     for text, answer in lessons:
         ids = tokenizer.encode(text + answer, add_special_tokens=False)
         documents.append(torch.tensor([*ids, tokenizer.eos_token_id]))
-        rows = torch.arange(len(ids) + 1)  # a token is a letter; the last row predicts nothing
+        rows = torch.arange(len(ids) + 1)  # each letter is a token; the last row has no label
         wanted.append((rows >= len(text) - 1) & (rows < len(ids)))
     token_ids = torch.cat(documents)
     position_ids = torch.cat([torch.arange(len(one)) for one in documents])
@@ -126,9 +126,10 @@ def held_out_loss(model, tokenizer, lessons):  # noqa: ANN001, ANN201
 
 
 def reinforce(args: argparse.Namespace) -> None:
-    """Run the demo in each format from the same warm weights; a table, a file and a figure.
+    """Run the demo in each format from the same warmed-up weights, and write the results.
 
-    Runs that the folder already has are read, not run again.
+    The results are a printed table, a CSV file and a figure. Runs that are already in the folder
+    are read instead of repeated.
     """
     warm = {}
     rows = []
@@ -159,17 +160,17 @@ def reinforce(args: argparse.Namespace) -> None:
 
 
 def summary(run_dir: Path) -> dict[str, object]:
-    """What a run reported at its end; empty, if it has not ended."""
+    """Return the summary of a run; empty if the run has not ended."""
     file = run_dir / "summary.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def demo_in(form, warm):  # noqa: ANN001, ANN201
-    """The demo, in whose reinforcement trainer and engine multiply in ``form``.
+    """Return the demo, patched so that trainer and engine multiply in ``form`` during RL.
 
     Args:
-        form: None for float32.
-        warm: parameters after the warm-up by seed; of a new seed, they are added.
+        form: the FP8 format; None for float32.
+        warm: parameters after the warm-up, by seed. Those of a new seed are added.
     """
     demo = load_demo()
     warm_up = demo.warm_up
@@ -185,7 +186,7 @@ def demo_in(form, warm):  # noqa: ANN001, ANN201
     @contextlib.contextmanager
     def open_engine(args, model):  # noqa: ANN001, ANN202
         prepare = None
-        if form is not None:  # its linear layers are converted, as copies of the trainer's
+        if form is not None:  # linear layers are converted: they are copies of the trainer's
             prepare = functools.partial(divide_experts, matmul=fp8.GroupedMatmul(form=form))
         with rollout.TransformersEngine(model, seed=args.seed, prepare=prepare) as engine:
             yield engine
@@ -195,7 +196,7 @@ def demo_in(form, warm):  # noqa: ANN001, ANN201
 
 
 def read_run(run_dir: Path, name: str, seed: int) -> list[dict[str, object]]:
-    """The reward of each step; none, if the run has not begun."""
+    """Return the reward of each step; empty if the run has not begun."""
     file = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [
@@ -211,7 +212,7 @@ def read_run(run_dir: Path, name: str, seed: int) -> list[dict[str, object]]:
 
 
 def draw_rewards(rows: list[dict[str, object]]) -> None:
-    """Rewards by step: one line for each run, one color for each format."""
+    """Plot rewards by step, with one line per run and one color per format."""
     import matplotlib as mpl
 
     mpl.use("svg")

@@ -1,14 +1,14 @@
-"""Does recipes/glm_swe.py learn? A tiny GLM is taught by an expert, then by hidden tests alone.
+"""Check that recipes/glm_swe.py learns, with a tiny GLM that an expert and hidden tests teach.
 
     python tools/glm_swe_learning.py --folder runs/learning      # half an hour on two cores
 
-A mixture of experts of three million random parameters is fine-tuned (``recipes/sft.py``) on traces
-of two agents: the scripted expert of ``bugfix``, on its easiest tier, which writes the repaired
-function anew (so small a model recalls functions by heart long before it can copy a line that it
-reads), and one that does nothing and says that the bug is fixed. Then it is trained by
-``recipes/glm_swe.py --scale laptop``: sandboxes, hidden tests, router replay. The tasks that are
-measured are in neither; they are other bugs of the same functions. The control gets rewards that
-are permuted within each group. Both curves are drawn into ``curve.svg``.
+A mixture of experts with three million random parameters is fine-tuned (``recipes/sft.py``) on the
+traces of two agents. One is the scripted expert of ``bugfix`` on the easiest tier, which rewrites
+the repaired function as a whole (so small a model memorizes functions long before it can copy a
+line that it reads). The other does nothing and says that the bug is fixed. Then the model is
+trained by ``recipes/glm_swe.py --scale laptop``, with sandboxes, hidden tests and router replay.
+The evaluation tasks are used in neither phase; they are other bugs of the same functions. In the
+control run, rewards are permuted within each group. ``curve.svg`` shows both curves.
 """
 
 import argparse
@@ -27,15 +27,15 @@ TIER = "easiest"
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("--folder", type=Path, required=True, help="for all that is made; a new one")
+parser.add_argument("--folder", type=Path, required=True, help="new folder for all files")
 parser.add_argument("--sft-steps", type=int, default=800)
 parser.add_argument("--rl-steps", type=int, default=30)
-parser.add_argument("--tasks", type=int, default=48, help="that are held out")
+parser.add_argument("--tasks", type=int, default=48, help="number of held-out tasks")
 parser.add_argument("--seed", type=int, default=0)
 
 
 def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
-    """Those of both agents, but for the tasks that are held out; returns them."""
+    """Write and return the conversations of both agents, without those on held-out tasks."""
     tasks, _ = rollout.verifiers(
         "bugfix", tokenizer=None, config={"taskset": {"tier": TIER}}
     ).tasks.split(held_out)
@@ -50,13 +50,13 @@ def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
 
 
 def without_calls(row: dict[str, Any]) -> dict[str, Any]:
-    """The conversation of an agent that only says what the expert says at last."""
+    """Return the conversation of an agent that only gives the expert's last reply."""
     system, statement, *_, last = row["messages"]
     return row | {"messages": [system, statement, last]}
 
 
 def write_model(folder: Path, conversations: list[dict[str, Any]], *, seed: int) -> None:
-    """A random GLM, and a tokenizer for what the expert reads and writes."""
+    """Write a random GLM with a tokenizer that is trained on the expert's conversations."""
     plain = testing.chat_tokenizer()
     texts = [
         plain.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
@@ -84,7 +84,7 @@ def write_model(folder: Path, conversations: list[dict[str, Any]], *, seed: int)
 
 
 def run(*words: Any) -> None:
-    """Run Python, and say how."""
+    """Print a Python command, and run it."""
     print(
         "\n$ python", *[os.path.relpath(w) if isinstance(w, Path) else w for w in words], flush=True
     )
@@ -92,7 +92,7 @@ def run(*words: Any) -> None:
 
 
 def reinforce(folder: Path, model: Path, args: argparse.Namespace, *more: str) -> None:
-    """Train by hidden tests."""
+    """Train with the rewards of hidden tests."""
     run(
         RECIPES / "glm_swe.py",
         *("--scale", "laptop", "--model", model, "--steps", args.rl_steps),
@@ -102,7 +102,7 @@ def reinforce(folder: Path, model: Path, args: argparse.Namespace, *more: str) -
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:
-    """The steps at which held-out tasks were played, and their mean reward."""
+    """Return the steps of the evaluations, each with the mean reward of held-out tasks."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [(line["step"], line["evaluation"]) for line in lines if "evaluation" in line]
     last = json.loads((folder / "summary.json").read_text())
@@ -110,7 +110,7 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
 
 
 def draw(path: Path, curves: dict[str, list[tuple[int, float]]]) -> None:
-    """Held-out reward by step."""
+    """Plot the held-out reward by step."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2))
@@ -124,7 +124,7 @@ def draw(path: Path, curves: dict[str, list[tuple[int, float]]]) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Teach, reinforce, and draw."""
+    """Fine-tune, run RL and its control, and plot the curves."""
     folder = args.folder
     folder.mkdir(parents=True)
     conversations = write_conversations(folder / "traces.jsonl", held_out=args.tasks)

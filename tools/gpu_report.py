@@ -1,13 +1,12 @@
-"""Runs the tests and benchmarks of one GPU within a few minutes, and writes one report of them.
+"""Run the tests and benchmarks of one GPU within a few minutes, and write a report.
 
     python tools/gpu_report.py [FILE ...] [--minutes 8.5] [--report gpu-report]
 
-It needs no network and installs nothing: it takes the Python that it is started with, and the
-package from the source that it lies in. Packages that are missing are named first; what needs them
-is skipped, with the reason. Each file runs in a process of its own, so that an error of the GPU
-ends no other file. A test that takes too long is ended, and its file goes on behind it. When the
-time is up, what has not run is listed as such. The report is written anew after each file, as
-Markdown and as JSON.
+The script needs no network and installs nothing: it uses the Python that runs it, and the package
+from the source tree that contains it. It names missing packages first, and skips what needs them,
+with the reason. Each file runs in its own process, so that a GPU error ends no other file. A test
+that takes too long is killed, and its file continues after it. When the time is up, the remaining
+tests are listed as not run. The report is rewritten after each file, as Markdown and as JSON.
 """
 
 import argparse
@@ -31,25 +30,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Those that measure something else on a GPU than on a CPU, in order of their duration.
+# Benchmarks that measure something different on a GPU than on a CPU, in order of duration.
 BENCHMARKS = ["test_linear_logprobs.py", "test_activations.py", "test_train_step.py"]
 BENCHMARK_S = 150.0
-NO_TESTS = 5  # what pytest then ends with
-STARTING_S = 120.0  # the imports of a file, on a machine that has just started
+NO_TESTS = 5  # pytest's exit code if it collects no tests
+STARTING_S = 120.0  # timeout of a file's imports, on a machine that has just started
 REPORTED = ["torch", "transformers", "vllm", "triton", "numpy"]
 TEST_PACKAGES = ["pytest", "pytest-benchmark", "hypothesis", "beartype"]
 Result = dict[str, Any]
 
 
 def gpu_files() -> list[Path]:
-    """Test files with tests marked ``gpu``, then the benchmarks."""
+    """Return the test files with tests marked ``gpu``, then the benchmarks."""
     tests = ROOT.glob("tests/**/test_*.py")
     marked = sorted(path for path in tests if "@pytest.mark.gpu" in path.read_text())
     return [*marked, *(ROOT / "bench" / name for name in BENCHMARKS)]
 
 
 def version(package: str) -> str | None:
-    """The installed version, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +56,7 @@ def version(package: str) -> str | None:
 
 
 def missing_packages() -> list[str]:
-    """Packages that the library and its tests need and that are not installed."""
+    """Return the packages that the library and its tests need but that are not installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["transformers"]]
     names = [re.match(r"[\w.-]+", requirement)[0] for requirement in needed]  # type: ignore[index]
@@ -65,7 +64,7 @@ def missing_packages() -> list[str]:
 
 
 def output(*command: str) -> str | None:
-    """What a command prints, or None if it fails or does not exist."""
+    """Return the output of a command, or None if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=ROOT, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -74,7 +73,7 @@ def output(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the source, and whether it was changed."""
+    """Return the commit of the source, and whether the working tree has changes."""
     found = output("git", "rev-parse", "HEAD")
     if found is None:
         return "unknown: no git repository (--commit)"
@@ -82,8 +81,8 @@ def commit() -> str:
 
 
 def provenance(commit: str) -> dict[str, Any]:
-    """Where and with what this runs."""
-    # In a process of its own: this one shall not hold the GPU.
+    """Return the date, the commit, the versions and the devices of this run."""
+    # A separate process, so that this one does not hold the GPU.
     code = "from torch import cuda, version as v; print(v.cuda); print(cuda.device_count())"
     cuda, devices = (output(sys.executable, "-c", code) or "unknown\n0").splitlines()
     query = "--query-gpu=name,driver_version,memory.total"
@@ -103,10 +102,10 @@ def provenance(commit: str) -> dict[str, Any]:
 
 
 def pytest_command(path: Path, tests: list[str]) -> list[str]:
-    """Runs these tests of a file; all, if none is named."""
+    """Return the command that runs the given tests of a file; without names, all of its tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), "-p", "pytest_events", "-p", "no:cacheprovider"]
-    # Other versions warn of other things; the tests' own answers are what is wanted here.
+    # Other versions of packages emit other warnings, which must not fail the tests.
     command += ["-W", "default"]
     if is_benchmark(path):
         command += ["-o", "addopts=--import-mode=importlib", "--benchmark-only"]
@@ -117,12 +116,12 @@ def pytest_command(path: Path, tests: list[str]) -> list[str]:
 
 
 def is_benchmark(path: Path) -> bool:
-    """Whether it is not a file of tests."""
+    """Check whether a file has benchmarks, not tests."""
     return path.parent.name == "bench"
 
 
 class FileRun:
-    """One process of pytest, on one file, and what it has told so far."""
+    """One process of pytest that runs one file, and the events that it has reported so far."""
 
     def __init__(self, path: Path, tests: list[str], folder: Path) -> None:
         self.events_file = folder / "events"
@@ -144,12 +143,12 @@ class FileRun:
             )
 
     def events(self) -> list[Result]:
-        """All events, less a line that is being written."""
+        """Return all events, without an incomplete last line."""
         lines = self.events_file.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def end(self) -> None:
-        """Ends the process and those that it started."""
+        """End the process and its child processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -158,7 +157,7 @@ class FileRun:
 
 
 def results_of(name: str, events: list[Result]) -> list[Result]:
-    """One result for each test of a file that was collected, or for the file if it was not."""
+    """Return one result per collected test; one for the file if it could not be collected."""
     results: dict[str, Result] = {}
     for event in events:
         if event["kind"] == "collected":
@@ -179,7 +178,7 @@ def results_of(name: str, events: list[Result]) -> list[Result]:
             result = results[event["test"]]
             result["seconds"] += event["seconds"]
             ended = event["phase"] == "call" or event["outcome"] != "passed"
-            # Of the phases, the first that did not pass is the result.
+            # The first phase that does not pass decides the result.
             if ended and result["outcome"] in ("began", "passed"):
                 kept = event.keys() - {"kind", "test", "phase", "seconds"}
                 result |= {key: event[key] for key in kept}
@@ -187,7 +186,7 @@ def results_of(name: str, events: list[Result]) -> list[Result]:
 
 
 def run_file(path: Path, test_s: float, stop_at: float, folder: Path) -> Iterator[list[Result]]:
-    """Results of one file's tests: as often as its process had to be started."""
+    """Run the tests of one file; yield their results each time a process of pytest ends."""
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
     allowed = BENCHMARK_S if is_benchmark(path) else test_s
     tests: list[str] = []
@@ -215,12 +214,12 @@ def run_file(path: Path, test_s: float, stop_at: float, folder: Path) -> Iterato
         tests = [result["test"] for result in left]
         progress = bool(finished)
         yield finished
-    reason = "pytest ended before it" if time.monotonic() < stop_at else "the time was up"
+    reason = "pytest ended before this test" if time.monotonic() < stop_at else "the time was up"
     yield [{**result, "reason": reason} for result in left]
 
 
 def wait(run: FileRun, allowed: float, stop_at: float) -> str | None:
-    """Until the process has ended (None), or why it should wait no longer."""
+    """Wait until the process ends, and return None; on a timeout, return the reason."""
     seen, since = 0, time.monotonic()
     while run.process.poll() is None:
         events = run.events()
@@ -237,12 +236,12 @@ def wait(run: FileRun, allowed: float, stop_at: float) -> str | None:
 
 
 def tail(log: Path) -> str:
-    """The end of what pytest printed."""
+    """Return the end of pytest's output."""
     return log.read_text(encoding="utf-8", errors="replace")[-4000:]
 
 
 def why_no_benchmarks(facts: dict[str, Any]) -> str | None:
-    """Or None."""
+    """Return the reason why benchmarks can't run, or None."""
     if not facts["GPUs that torch sees"]:
         return "torch sees no CUDA device"
     if version("pytest-benchmark") is None:
@@ -251,7 +250,7 @@ def why_no_benchmarks(facts: dict[str, Any]) -> str | None:
 
 
 def write_report(base: Path, facts: dict[str, Any], results: list[Result], seconds: float) -> None:
-    """``base``.json and ``base``.md."""
+    """Write the report to ``base``.json and ``base``.md."""
     counts = Counter(result["outcome"] for result in results)
     report = {"provenance": facts, "seconds": seconds, "counts": counts, "results": results}
     base.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
@@ -261,7 +260,7 @@ def write_report(base: Path, facts: dict[str, Any], results: list[Result], secon
 def markdown(
     facts: dict[str, Any], results: list[Result], counts: Counter[str], seconds: float
 ) -> str:
-    """The report to read."""
+    """Format the report as Markdown."""
     summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     lines = [
         "# GPU report",
@@ -290,18 +289,18 @@ def markdown(
 
 
 def cell(value: object) -> str:
-    """Text that ends no cell of a table."""
+    """Return a value as text that is safe in a cell of a Markdown table."""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def main() -> int:
-    """The exit status: 0 if tests have passed, and none failed or was left out."""
+    """Run and report the tests; return 0 if tests passed, and none failed or was left out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("files", nargs="*", type=Path, help="instead of all with GPU tests")
-    parser.add_argument("--minutes", type=float, default=8.5, help="then it stops")
-    parser.add_argument("--test-seconds", type=float, default=90, help="then a test is ended")
+    parser.add_argument("files", nargs="*", type=Path, help="default: all files with GPU tests")
+    parser.add_argument("--minutes", type=float, default=8.5, help="time limit of the whole run")
+    parser.add_argument("--test-seconds", type=float, default=90, help="time limit of one test")
     parser.add_argument("--report", type=Path, default=Path("gpu-report"), help="without suffix")
-    parser.add_argument("--commit", help="where the source is no git repository")
+    parser.add_argument("--commit", help="commit of the source, if it is not in a git repository")
     arguments = parser.parse_args()
     began = time.monotonic()
     stop_at = began + 60 * arguments.minutes

@@ -1,16 +1,16 @@
-"""Mutation testing: does some test fail for every small fault in the numerics?
+"""Mutation testing: check that some test fails for every small fault in the numerics.
 
     python tools/mutants.py [FILE ...] [--fresh] [--workers N] [--list]
 
-Each mutant runs in a fork of a process that has imported everything but primerl and the tests, so
-it takes a second and doesn't import torch again. In the fork, imports find the mutated source in
-place of one file (no file is changed), and pytest runs the tests that reach the mutated lines, the
-fastest first, until one fails. docs/mutants.md explains the results.
+Each mutant runs in a fork of a process that has imported everything but primerl and the tests. A
+mutant therefore takes about a second, since torch is not imported again. In the fork, imports find
+the mutated source in place of one file (no file on disk changes). pytest then runs the tests that
+reach the mutated lines, the fastest first, until one fails. docs/mutants.md explains the results.
 """
 
-# Why no library: mutmut 3.8 skips decorated functions (@of_rewards, properties, lru_cache) and
-# calls pytest twice in a process, which jaxtyping's import hook refuses. cosmic-ray and
-# pytest-gremlins start a new interpreter for each mutant: 5 s of imports, over an hour in total.
+# Existing libraries don't fit. mutmut 3.8 skips decorated functions (@of_rewards, properties,
+# lru_cache) and calls pytest twice in a process, which jaxtyping's import hook refuses. cosmic-ray
+# and pytest-gremlins start a new interpreter per mutant: 5 s of imports, over an hour in total.
 
 import argparse
 import ast
@@ -34,13 +34,13 @@ from mutations import Mutant, mutants
 from trials import RESULTS, ROOT, Forks, Result, survey, trial
 
 SOURCES = ["loss/**/*.py", "advantage/**/*.py", "packing/**/*.py"]
-# What they run in processes of their own sees no mutant.
+# Subprocesses that these tests start import the original source, not the mutant.
 TESTS = ["tests/advantage", "tests/loss", "tests/packing", "tests/test_filters.py"]
 DEAD = ("killed", "timeout")
 
 
 def tests_that_reach(mutant: Mutant, surveyed: Result) -> list[str]:
-    """The tests that run the mutated lines; for lines run at import, those of their scope."""
+    """Return the tests that run the mutated lines; for lines run at import, their scope's tests."""
     lines = {int(n): tests for n, tests in surveyed["lines"][str(ROOT / mutant.path)].items()}
     module = min(lines, default=0), max(lines, default=0)
     for first, last in (mutant.statement, mutant.scope, module):
@@ -53,7 +53,7 @@ def tests_that_reach(mutant: Mutant, surveyed: Result) -> list[str]:
 
 
 def prepare(forks: Forks, files: list[Path], tests: list[str]) -> Result:
-    """Survey the tests, import what they import, and check that they pass in forks, too."""
+    """Survey the tests, import the modules that they import, and check that they pass in forks."""
     surveyed: Result = {}
     forks.start(3600, surveyed.update, survey, [str(file) for file in files], tests)
     forks.finish()
@@ -79,7 +79,7 @@ def prepare(forks: Forks, files: list[Path], tests: list[str]) -> Result:
 
 
 def run(forks: Forks, faults: list[Mutant], surveyed: Result, results: dict[str, Result]) -> None:
-    """Try each mutant without a verdict, or that survived other tests; log it at once."""
+    """Try each mutant that has no verdict or survived other tests, and log results immediately."""
     tried = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(Path("tests").rglob("*.py"))))
     tests_now = tried.hexdigest()[:16]
 
@@ -106,7 +106,7 @@ def run(forks: Forks, faults: list[Mutant], surveyed: Result, results: dict[str,
 
 
 def report(faults: list[Mutant], results: dict[str, Result]) -> str:
-    """A table of the verdicts by file, then each surviving mutant, as a diff."""
+    """Format a table of the verdicts by file, then the diff of each surviving mutant."""
     verdicts = {fault: results.get(fault.key, {}).get("verdict", "not run") for fault in faults}
     columns = [*DEAD, "survived", "no tests"]
     rows = [f"| file | mutants | {' | '.join(columns)} | killed, % |", "|---|" + "---:|" * 6]
@@ -122,7 +122,7 @@ def report(faults: list[Mutant], results: dict[str, Result]) -> str:
 
 
 def known_verdicts(log: Path) -> dict[str, Result]:
-    """What earlier runs found; a mutant's key changes with the source of its module."""
+    """Load the results of earlier runs by mutant key, which changes with the module's source."""
     rows = (
         [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         if log.exists()

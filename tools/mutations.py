@@ -1,8 +1,8 @@
-"""The mutants of a module: its source with one small fault in each.
+"""Generator of a module's mutants: copies of its source with one small fault each.
 
-Not mutated: strings (docstrings, messages, names of options), annotations, decorators, the argument
-of ``raise``, and ``strict=`` of ``zip``. Decorated functions are mutated like any other, because
-the whole module is imported with the fault in it.
+The following are not mutated: strings (docstrings, messages, names of options), annotations,
+decorators, the argument of ``raise``, and ``strict=`` of ``zip``. Decorated functions are mutated
+like any other, because the whole faulty module is imported.
 """
 
 import ast
@@ -51,7 +51,7 @@ UNTOUCHED = {"annotation", "returns", "decorator_list", "type_params"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: its place, the source with it, and the diff of the normalized source."""
+    """One fault: its location, the faulty source, and the diff of the normalized source."""
 
     path: str
     line: int
@@ -62,12 +62,12 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """What the verdict depends on, besides the tests."""
+        """Hash of the faulty module: besides the tests, all that the verdict depends on."""
         return hashlib.sha256(f"{self.path}\n{self.source}".encode()).hexdigest()[:16]
 
 
 def mutants(path: str, text: str) -> Iterator[Mutant]:
-    """Every distinct mutant of the module ``text``, in the order of its lines."""
+    """Yield every distinct mutant of the module ``text``, in line order."""
     tree = ast.parse(text)
     original = ast.unparse(tree)
     seen = {original}
@@ -84,7 +84,7 @@ def mutants(path: str, text: str) -> Iterator[Mutant]:
 
 
 def _places(node: ast.AST, statement: Lines, scope: Lines) -> Iterator[tuple[Any, ...]]:
-    """Each node below ``node`` that may be mutated, with its container and where it runs."""
+    """Yield each node below ``node`` that may be mutated, with its container and its lines."""
     for name, value in ast.iter_fields(node):
         if name in UNTOUCHED:
             continue
@@ -110,7 +110,7 @@ def _places(node: ast.AST, statement: Lines, scope: Lines) -> Iterator[tuple[Any
 
 
 def _header(statement: ast.stmt) -> Lines:
-    """The lines of a statement, without the block below it."""
+    """Return the line range of a statement, without the block below it."""
     body = getattr(statement, "body", None)
     last = body[0].lineno - 1 if body else statement.end_lineno
     return statement.lineno, max(statement.lineno, last or 0)
@@ -122,7 +122,7 @@ def _difference(original: str, source: str) -> str:
 
 
 def _lines(source: str) -> list[str]:
-    """The lines of ``source``, with signatures split into their parameters."""
+    """Split ``source`` into lines, and signatures into their parameters."""
     lines = source.splitlines()
     return [s for ln in lines for s in (ln.split(", ") if ln.lstrip().startswith("def ") else [ln])]
 
@@ -139,7 +139,7 @@ def _negated(node: ast.expr) -> ast.expr:
 
 @singledispatch
 def replacements(node: ast.AST) -> Iterator[ast.AST]:
-    """The faults that can replace one node; most nodes have none of their own."""
+    """Yield the faulty nodes that can replace one node; most kinds of nodes have none."""
     yield from ()
 
 
@@ -208,7 +208,7 @@ def _(node: ast.Call) -> Iterator[ast.AST]:
 @replacements.register(ast.While)
 @replacements.register(ast.IfExp)
 def _(node: Any) -> Iterator[ast.AST]:
-    # Comparisons, `and`, `or` and `not` have mutants of their own.
+    # Comparisons, `and`, `or` and `not` are mutated elsewhere.
     if not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
         yield _changed(node, test=_negated(node.test))
     if isinstance(node, ast.IfExp):
@@ -236,7 +236,8 @@ def _(node: ast.Return) -> Iterator[ast.AST]:
 
 @replacements.register
 def _(node: ast.Assign) -> Iterator[ast.AST]:
-    # Without its first assignment a name is an error, which any test would see.
+    # Only later assignments are mutated: without its first one, a name is undefined, which any test
+    # would detect.
     names = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
     if not isinstance(node.targets[0], ast.Name) or node.targets[0].id in names:
         yield ast.Pass()

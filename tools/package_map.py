@@ -1,9 +1,9 @@
-"""Draws which package imports which, from the source: ``docs/images/packages.svg``.
+"""Draw the map of imports between packages, ``docs/images/packages.svg``, from the source.
 
     python tools/package_map.py [--check]
 
-Packages are in rows by how deep their imports go: those of one row import only packages of the rows
-below. ``--check`` compares the picture in the repository with the source, and writes nothing.
+Packages are arranged in rows: each package imports only packages of the rows below its own.
+``--check`` compares the picture in the repository with the source, and writes nothing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ rect { fill: none; stroke: #9ca3af; rx: 6 }
 
 
 def packages() -> list[str]:
-    """The packages and single modules of primerl."""
+    """Return the packages and single modules of primerl."""
     folder = ROOT / "primerl"
     found = [one.name for one in folder.iterdir() if (one / "__init__.py").is_file()]
     found += [one.stem for one in folder.glob("*.py") if one.stem != "__init__"]
@@ -31,7 +31,7 @@ def packages() -> list[str]:
 
 
 def imports_of(package: str, names: list[str]) -> list[str]:
-    """The packages that a package imports, at the top of its modules or where it needs them."""
+    """Return the packages that a package imports, at the top of its modules or in functions."""
     folder = ROOT / "primerl" / package
     files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
     found = set()
@@ -49,7 +49,7 @@ def imports_of(package: str, names: list[str]) -> list[str]:
 
 
 def rows(graph: dict[str, list[str]]) -> list[list[str]]:
-    """Packages by depth, the deepest imports first.
+    """Sort packages into rows; each row imports only packages of the rows that follow it.
 
     Raises:
         ValueError: packages import each other in a circle.
@@ -66,7 +66,7 @@ def rows(graph: dict[str, list[str]]) -> list[list[str]]:
 
 
 def picture(graph: dict[str, list[str]]) -> str:
-    """The packages as an SVG: a box each, with what it imports."""
+    """Draw the packages as an SVG with one box per package, which lists its imports."""
     shapes, top, columns = [], GAP, WIDTH // (BOX + GAP)
     for row in rows(graph):
         for begin in range(0, len(row), columns):
@@ -93,7 +93,7 @@ def _text(left: int, top: int, text: str, *, kind: str = "") -> str:
 
 
 def main() -> int:
-    """Draw the picture, or compare it; returns 1 if it differs."""
+    """Draw the picture, or compare it and return 1 if it differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     args = parser.parse_args()
@@ -104,7 +104,7 @@ def main() -> int:
         return 0
     if PICTURE.is_file() and PICTURE.read_text(encoding="utf-8") == drawn:
         return 0
-    sys.stderr.write("imports have changed: run python tools/package_map.py\n")
+    sys.stderr.write("the picture is out of date: run python tools/package_map.py\n")
     return 1
 
 

@@ -1,6 +1,6 @@
-"""A pytest plugin: writes what happens, as it happens, to the file EVENTS_FILE, one JSON a line.
+"""A pytest plugin that appends each event to the file EVENTS_FILE at once, as one JSON line.
 
-What has been written stays when the process is killed, which pytest's own reports do not.
+Unlike pytest's own reports, the events survive when the process is killed.
 """
 
 import json
@@ -13,13 +13,13 @@ import pytest
 
 
 def write(**event: Any) -> None:
-    """Appends one event."""
+    """Append one event."""
     with Path(os.environ["EVENTS_FILE"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(event, default=str) + "\n")
 
 
 def reason(representation: Any) -> str:
-    """What an error says, or why a test was skipped, in a line."""
+    """Return the message of an error, or the reason of a skip, in one line."""
     if isinstance(representation, tuple):  # file, line and reason of a skip
         return str(representation[2]).removeprefix("Skipped: ")
     if hasattr(representation, "reprcrash") and representation.reprcrash is not None:
@@ -30,18 +30,18 @@ def reason(representation: Any) -> str:
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be imported, or that skips itself."""
+    """Record a file that can't be imported or that skips itself."""
     if report.outcome != "passed":
         write(kind="uncollected", outcome=report.outcome, reason=reason(report.longrepr))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """All that will run."""
+    """Record the tests that will run."""
     write(kind="collected", tests=[item.nodeid for item in session.items])
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """A test begins."""
+    """Record that a test begins."""
     write(kind="began", test=nodeid)
 
 
@@ -49,7 +49,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """One of the three phases of a test has ended: its set-up, the test, what comes after it."""
+    """Record the end of a phase of a test: setup, call or teardown."""
     report = yield
     event = {"outcome": report.outcome, "seconds": call.duration, "phase": call.when}
     if report.outcome != "passed":

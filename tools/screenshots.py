@@ -1,12 +1,12 @@
-"""Screenshots: of a run's report for the documentation, and of pages of the site to look at.
+"""Take screenshots of run reports for the documentation, and of the site's pages for inspection.
 
     make docs
     python tools/screenshots.py RUN_DIR
 
-writes docs/images/report.png, of that run; docs/images/agents.png, of scripted agents that it plays
-(tests/helpers/agent_run.py), with the tokenizer of RUN_DIR/final; and site/screenshots/ with six
-pages, light and dark. Needs Chromium. A test fails when the report's page has changed since
-(tests/track/test_report.py).
+The script writes docs/images/report.png, which shows that run, and docs/images/agents.png, which
+shows a run of scripted agents (tests/helpers/agent_run.py) with the tokenizer of RUN_DIR/final. It
+also writes six pages of the site, light and dark, to site/screenshots/. It needs Chromium. A test
+fails when the report's page has changed since the last screenshot (tests/track/test_report.py).
 """
 
 import asyncio
@@ -23,35 +23,35 @@ import browser
 
 from primerl import track
 
-# That decide how a report looks.
+# Source files that determine how a report looks.
 SOURCES = ("report_page.html", "report_conversation.js", "report.py")
 IMAGES = ROOT / "docs/images"
 PAGES = ["", "recipes", "api", "metrics", "coming-from", "notebooks/02_staleness"]
 
 
 def page_digest() -> str:
-    """Of what reports are made with."""
+    """Return a digest of the source files of reports."""
     sources = [(ROOT / "primerl/track" / name).read_bytes() for name in SOURCES]
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 async def shoot_report(run: str) -> None:
-    """The curves of a run, and one of its groups."""
+    """Capture the curves of a run and one of its groups."""
     report = track.write_report([run])
     async with browser.opened(report, tempfile.mkdtemp(), height=1900) as page:
         await page.until("document.body?.dataset.ready === 'true'")
         await page.click("#row-1")
         await page.until("document.querySelectorAll('article').length > 0")
-        await page.press("End")  # the last step, whose rollouts are of earlier weights
-        await page.press("g")  # the whole group, side by side
-        await page.press("c")  # tokens colored
+        await page.press("End")  # the last step, whose rollouts come from earlier weights
+        await page.press("g")  # show the whole group side by side
+        await page.press("c")  # color the tokens
         await page.run("window.scrollTo(0, 0)")
         await page.screenshot(IMAGES / "report.png")
     (IMAGES / "report.sha256").write_text(page_digest() + "\n")
 
 
 async def shoot_agents(run: Path) -> None:
-    """A rollout of more than 100 turns, where its history is summarised."""
+    """Capture a rollout of more than 100 turns, at the turn where its history is summarized."""
     async with browser.opened(run / "report.html", tempfile.mkdtemp(), height=1250) as page:
         await page.until("document.body?.dataset.ready === 'true'")
         titles = "[...document.querySelectorAll('#charts figure')]"
@@ -66,7 +66,7 @@ async def shoot_agents(run: Path) -> None:
 
 
 async def shoot_site(folder: Path) -> None:
-    """Six pages of the built site, light and dark."""
+    """Capture six pages of the built site, light and dark."""
     shots = folder / "screenshots"
     shots.mkdir(exist_ok=True)
     for dark in (False, True):
@@ -79,7 +79,7 @@ async def shoot_site(folder: Path) -> None:
 
 
 def record_agents(tokenizer_folder: Path) -> Path:
-    """A run of eleven steps, the one in the middle with the longest rollouts."""
+    """Record a run of eleven steps; the middle step has the longest rollouts."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)

@@ -1,4 +1,4 @@
-"""Trials of mutants: pytest, run in forks of this process, with one module's source replaced."""
+"""Trials of mutants: run pytest in forks of this process, with one module's source replaced."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-# As in tests/conftest.py, which runs too late here: torch is imported before the fork.
+# The same settings as in tests/conftest.py, which runs too late: torch is imported before the fork.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-os.environ["COVERAGE_CORE"] = "ctrace"  # the one with a context for each test
+os.environ["COVERAGE_CORE"] = "ctrace"  # the core that supports a context per test
 
 import coverage
 import pytest
@@ -27,10 +27,10 @@ RESULTS = ROOT / ".mutants"
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--no-summary"]
 PYTEST += ["-m", "not (gpu or slow or vllm)"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins imported before the fork
-MEMORY_BYTES = 3 << 30  # an infinite loop may fill a list
+MEMORY_BYTES = 3 << 30  # limit, since a mutant may append to a list forever
 Result = dict[str, Any]
 
-# The same examples each time, no shrinking, no deadline.
+# Hypothesis: the same examples each time, no shrinking, no deadline.
 settings.register_profile(
     "mutants",
     derandomize=True,
@@ -42,7 +42,7 @@ settings.register_profile(
 
 
 class Survey:
-    """A pytest plugin: the CPU seconds of each test, and which lines of ``files`` it runs."""
+    """A pytest plugin that records each test's CPU seconds and the lines of ``files`` it runs."""
 
     def __init__(self, files: list[str]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -64,7 +64,7 @@ class Survey:
 
 
 class Trial:
-    """A pytest plugin: runs only ``tests``, in that order, and records the first that fails."""
+    """A pytest plugin that runs only ``tests``, in that order, and records the first failure."""
 
     def __init__(self, tests: list[str]) -> None:
         self.order = {test: number for number, test in enumerate(tests)}
@@ -87,7 +87,7 @@ def _reason(report: Any) -> str:
 
 
 def survey(files: list[str], tests: list[str]) -> Result:
-    """Run all the tests, without a fault."""
+    """Run all tests without a fault, and record their times and coverage."""
     plugin = Survey(files)
     code = int(pytest.main([*tests, *PYTEST, f"--basetemp={_scratch()}/basetemp"], [plugin]))
     plugin.coverage.stop()
@@ -107,7 +107,7 @@ def trial(file: str, source: str, tests: list[str]) -> Result:
         if loader.path != file:
             return unchanged(loader, name)
         served.append(name)
-        # Through jaxtyping's loader; no .pyc is read or written.
+        # Compile with jaxtyping's loader, without reading or writing a .pyc.
         return loader.source_to_code(source.encode(), file)
 
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
@@ -130,7 +130,7 @@ def _scratch(pid: int | None = None) -> Path:
 
 
 class Forks:
-    """At most ``workers`` child processes, each of which runs one function for its result."""
+    """A pool of at most ``workers`` child processes, each of which runs one function."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -154,7 +154,7 @@ class Forks:
         output = os.open(_scratch() / "output.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        # CPU seconds, as the machine may be busy; the alarm is for a child that waits forever.
+        # Limit CPU seconds, since the machine may be busy. The alarm ends a child that only waits.
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s) + 1, int(limit_s) + 1))
         signal.alarm(10 * int(limit_s))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
@@ -164,7 +164,7 @@ class Forks:
         """Wait for a child to end, and pass on its result."""
         pid, status = os.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what a test may have left behind
+            os.killpg(pid, signal.SIGKILL)  # processes that a test may have left behind
         started, then = self.running.pop(pid)
         code = os.waitstatus_to_exitcode(status)
         late = code in (-signal.SIGKILL, -signal.SIGALRM)
@@ -175,11 +175,11 @@ class Forks:
         then({**result, "elapsed_s": round(time.monotonic() - started, 2)})
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all child processes."""
         while self.running:
             self.wait()
 
     def stop(self) -> None:
-        """Kill those that are still running."""
+        """Kill the child processes that are still running."""
         for pid in self.running:
             os.killpg(pid, signal.SIGKILL)

@@ -1,10 +1,11 @@
-"""The whole road on a laptop: fine-tune a random model, measure it, reinforce, measure again.
+"""Run the recipes end to end on a laptop: fine-tune a random model, evaluate, run RL, evaluate.
 
     python tools/whole_road.py --folder runs/road     # make road: about three minutes on two cores
 
-The recipes are run as they are. The problem is to reverse words. Conversations to learn from are
-made by a teacher who reverses short words but copies most of the long ones; rewards then teach the
-rest. Words that are measured are in neither. Ends with an error if a step brought no improvement.
+The recipes are not modified. The problem is to reverse words. The conversations for fine-tuning
+come from a teacher that reverses short words but copies most of the long ones; rewards then teach
+the rest. The evaluation words occur in neither phase. The script fails if a phase brings no
+improvement.
 """
 
 import argparse
@@ -25,22 +26,22 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{{ '>' if message.role == 'user' else eos_token }}{% endfor %}"
 )
-LONG = 5  # letters
-LONG_REVERSED = 0.2  # the share of long words that the teacher reverses
+LONG = 5  # letters that make a word long
+LONG_REVERSED = 0.2  # fraction of long words that the teacher reverses
 
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("--folder", type=Path, required=True, help="for all that is made; a new one")
+parser.add_argument("--folder", type=Path, required=True, help="new folder for all files")
 parser.add_argument("--sft-steps", type=int, default=300)
 parser.add_argument("--rl-steps", type=int, default=30)
-parser.add_argument("--tasks", type=int, default=256, help="words that are held out")
+parser.add_argument("--tasks", type=int, default=256, help="number of held-out words")
 parser.add_argument("--seed", type=int, default=0)
 
 
 def write_model(folder: Path, *, seed: int) -> None:
-    """A Qwen3-MoE of 1.3 million random parameters; a token for each letter."""
+    """Write a Qwen3-MoE with 1.3 million random parameters and one token per letter."""
     tokenizer = testing.character_tokenizer("abcdefghijklmnopqrstuvwxyz>")
     tokenizer.add_tokens([INSTRUCTION])
     tokenizer.chat_template = TEMPLATE
@@ -59,7 +60,7 @@ def write_model(folder: Path, *, seed: int) -> None:
 
 
 def write_conversations(path: Path, *, held_out: int, seed: int) -> None:
-    """The teacher's, about words that are not held out."""
+    """Write the teacher's conversations on words that are not held out."""
     draw = random.Random(seed)
     _, tasks = rollout.verifiers(ENVIRONMENT, tokenizer=None).tasks.split(held_out)
     with path.open("w", encoding="utf-8") as file:
@@ -74,14 +75,14 @@ def write_conversations(path: Path, *, held_out: int, seed: int) -> None:
 
 
 def run(recipe: str, *arguments: Any) -> None:
-    """Run a recipe, and say how."""
+    """Print the command of a recipe, and run it."""
     words = [str(RECIPES / recipe), *map(str, arguments)]
     print("\n$ python", " ".join(os.path.relpath(words[0]).split() + words[1:]), flush=True)
     subprocess.run([sys.executable, *words], check=True)
 
 
 def measure(model: Path, result: Path, args: argparse.Namespace, *more: Any) -> float:
-    """The mean reward of held-out words."""
+    """Return the mean reward on held-out words."""
     run(
         "evaluate.py",
         *("--env", ENVIRONMENT, "--model", model, "--tasks", args.tasks, "--max-tokens", 8),
@@ -92,7 +93,7 @@ def measure(model: Path, result: Path, args: argparse.Namespace, *more: Any) -> 
 
 
 def main(args: argparse.Namespace) -> None:
-    """Make a model and conversations, and run the recipes on them."""
+    """Make a model and conversations, and run the recipes with them."""
     folder = args.folder
     folder.mkdir(parents=True)
     write_model(folder / "random", seed=args.seed)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) that the ``peft`` library has put into a model."""
+"""Helpers for low-rank adapters (LoRA) that the ``peft`` library has added to a model."""
 
 import re
 from collections.abc import Iterator
@@ -21,64 +21,67 @@ _SAVED = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer of the model has an adapter."""
+    """Check whether any layer of the model has an adapter."""
     return any(_ADAPTER_PARAMETER.search(name) for name, _ in model.named_parameters())
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as of prompt tuning.
+    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as prompt tuning.
 
-    The rows of a pack would no longer match its labels, all documents would share what precedes the
-    first, and no engine could be served such an adapter.
+    With virtual tokens, the rows of a pack would not match its labels, and all documents would
+    share the tokens before the first document. Engines can't load such adapters either.
+
+    Raises:
+        ValueError: the model has such an adapter.
     """
     for name, config in adapter_configs(model).items():
         if getattr(config, "is_prompt_learning", False):
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ValueError(
                 f"the model's adapter {name!r} is of peft's type {kind} ({type(config).__name__}), "
-                "which puts tokens of its own before each sequence; packed documents cannot be "
+                "which prepends virtual tokens to each sequence; packed documents cannot be "
                 "trained with it. Use peft.LoraConfig, or train the model's own weights"
             )
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
-    """The configurations of a model's ``peft`` adapters, by name."""
+    """Return the configurations of a model's ``peft`` adapters, by adapter name."""
     found = getattr(model, "peft_config", None)
     return found if isinstance(found, dict) else {}
 
 
 def refuse_other_adapters(model: nn.Module) -> None:
-    """Refuse adapters that are not added to weights, because published weights would lack them.
+    """Refuse adapters that can't be merged into weights: published weights would lack them.
 
     Raises:
-        ValueError: an adapter puts tokens before a sequence, or is of another type than LORA.
+        ValueError: an adapter prepends virtual tokens, or its type is not LORA.
     """
     refuse_virtual_tokens(model)
     for name, config in adapter_configs(model).items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
             raise ValueError(
-                f"the model's adapter {name!r} is of peft's type {kind}, which cannot be added to "
-                "the weights that are sent; use peft.LoraConfig, or merge it and train the weights"
+                f"the model's adapter {name!r} is of peft's type {kind}, which cannot be merged "
+                "into the published weights; use peft.LoraConfig, or train the model's own weights"
             )
 
 
 def in_adapted_layer(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, or to the layer that it is added to."""
+    """Check whether a parameter belongs to an adapter, or to a layer that has an adapter."""
     return _BASE in name or _ADAPTER_PARAMETER.search(name) is not None
 
 
 def unadapted(name: str) -> str:
-    """The name that a parameter of an adapted layer has without the adapter."""
+    """Return the name that a parameter of an adapted layer has without the adapter."""
     return name.replace(_BASE, ".")
 
 
 def merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, with those of adapters added to the weights that they adapt.
+    """Merge adapters into the weights that they adapt (arXiv:2106.09685).
 
         W' = W + s B A,   s = alpha / r
 
-    of arXiv:2106.09685, under the name that W has without the adapter. Whole layers must be given.
+    W' gets the name that W has without the adapter. ``tensors`` must hold whole layers.
 
     Raises:
         ValueError: an adapter is not a plain LoRA of a linear layer.
@@ -122,7 +125,7 @@ def _adds_factors(module: Any) -> bool:
 
 
 def left_out(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors without those of adapters, under the names that they have without them."""
+    """Remove the adapters' tensors, and rename the others to their names without adapters."""
     return {
         unadapted(name): tensor
         for name, tensor in tensors.items()
@@ -130,11 +133,11 @@ def left_out(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-# ---- one adapter on its own ----
+# ---- publishing an adapter alone ----
 
 
 def adapter_config(model: nn.Module, adapter: str) -> Any:
-    """The configuration of an adapter, as ``peft`` made it.
+    """Return the ``peft`` configuration of an adapter.
 
     Raises:
         ValueError: the model has no such adapter.
@@ -142,14 +145,14 @@ def adapter_config(model: nn.Module, adapter: str) -> Any:
     configs = adapter_configs(model)
     if adapter not in configs:
         raise ValueError(
-            f"the model has no adapter {adapter!r}; it has {sorted(configs) or 'none'}: add one by "
-            "peft.inject_adapter_in_model(peft.LoraConfig(...), model), before parallel.shard"
+            f"the model has no adapter {adapter!r}; its adapters: {sorted(configs) or 'none'}. Add "
+            "one by peft.inject_adapter_in_model(peft.LoraConfig(...), model) before parallel.shard"
         )
     return configs[adapter]
 
 
 def adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of an adapter, whole, under the name that it has in a folder of ``peft``.
+    """Yield each tensor of an adapter, gathered, under its name in a folder saved by ``peft``.
 
     Gathering a sharded tensor is a collective: every rank iterates to the end.
     """
@@ -159,7 +162,7 @@ def adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tenso
 
 
 def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    """Write an adapter into a folder, in the format of ``peft``."""
+    """Write an adapter into a folder, in ``peft``'s format."""
     safetensors = require("safetensors.torch", extra="transformers")
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     config.save_pretrained(folder)
@@ -167,14 +170,14 @@ def write_adapter(folder: Path, config: Any, tensors: dict[str, Tensor]) -> None
 
 
 def saved_part(name: str) -> tuple[str, str]:
-    """The layer that a tensor of ``peft``'s folder adapts, and which factor it is: "A" or "B"."""
+    """Split a tensor's name in ``peft``'s format into the layer and the factor, "A" or "B"."""
     found = _SAVED.fullmatch(name)
     assert found is not None, name  # require_servable has been called
     return found[1], found[2]
 
 
 def require_servable(model: nn.Module, adapter: str) -> None:
-    """Refuse an adapter that is not all that training changes, or that an engine can't add.
+    """Check that an engine can load an adapter, and that nothing outside adapters is trained.
 
     Raises:
         ValueError: there is no such adapter; it is not a plain LoRA of linear layers; or parameters
@@ -192,6 +195,6 @@ def require_servable(model: nn.Module, adapter: str) -> None:
                 raise ValueError(f"the adapter of {layer} is not {_PLAIN}")
     if trained:
         raise ValueError(
-            f"{trained[0]} is trained too ({len(trained)} parameters that belong to no adapter), "
-            "and engines would keep their own: publish the merged weights, or freeze them"
+            f"{trained[0]} is trained too ({len(trained)} parameters outside adapters are), but an "
+            "adapter alone would not update them: publish merged weights, or freeze the parameters"
         )

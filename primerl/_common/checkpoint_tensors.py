@@ -1,4 +1,4 @@
-"""A model's tensors as its Hugging Face checkpoint names and shapes them."""
+"""A model's tensors with their names and shapes in a Hugging Face checkpoint."""
 
 import math
 import re
@@ -20,10 +20,10 @@ from primerl._common.optional import require
 from primerl._common.ranks import saved_tensors, whole
 
 SCALES = "_scale_inv"
-"""What ends the name of a quantized tensor's scales, after the tensor's own."""
+"""The suffix that, after a quantized tensor's name, makes the name of its scales."""
 
 LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
-"""What begins the name of a layer's tensor: the name of the layer."""
+"""Matches the layer's name at the start of a tensor's name, such as ``model.layers.3``."""
 
 
 @attrs.frozen
@@ -35,16 +35,16 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Makes tensors of a checkpoint what they are when it is quantized."""
+    """Protocol of a function that quantizes tensors for a checkpoint."""
 
     dtype: torch.dtype | None
-    """That quantized parameters have before; None: their own."""
+    """The dtype to cast parameters to before they are quantized; None keeps theirs."""
     config: dict[str, Any]
     """``quantization_config`` of the checkpoint's ``config.json``."""
 
@@ -54,7 +54,10 @@ class Quantizer(Protocol):
         ...
 
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What the checkpoint holds of its tensor ``name``; also of one on the meta device."""
+        """Return the checkpoint's tensors for the tensor ``name``, such as values and scales.
+
+        Also accepts tensors on the meta device.
+        """
         ...
 
 
@@ -65,23 +68,23 @@ def checkpoint_tensors(
     merge_adapters: bool = True,
     quantize: Quantizer | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor that ``save_pretrained`` would write, whole, under the name it would have.
+    """Yield each tensor that ``save_pretrained`` would write, gathered, under its name there.
 
-    Tensors come layer by layer, so a rank holds one layer in addition to its shard. Gathering a
-    sharded tensor is a collective: every rank iterates to the end. Experts that ``transformers``
-    fuses are taken apart again; a tensor shared under two names comes once; saved buffers are
-    included. Low-rank adapters are added to the weights that they adapt.
+    Tensors are gathered layer by layer, so a rank holds one layer in addition to its shard.
+    Gathering a sharded tensor is a collective: every rank iterates to the end. Experts that
+    ``transformers`` fuses are split again. A tensor shared under two names is yielded once. Saved
+    buffers are included. Low-rank adapters are merged into the weights that they adapt.
 
     Args:
-        model: the trainer's, sharded or not.
-        dtype: that floating-point parameters are cast to; None keeps theirs. Buffers keep
+        model: the trainer's model, sharded or not.
+        dtype: dtype to cast floating-point parameters to; None keeps theirs. Buffers always keep
             theirs, because a routing bias in 16 bits would send tokens to other experts.
-        merge_adapters: False for the weights without them.
-        quantize: makes what is quantized, from the trainer's own values; see
+        merge_adapters: False to yield the weights without the adapters.
+        quantize: quantizes tensors, from the trainer's own values; see
             ``fp8.CheckpointQuantizer``.
 
     Raises:
-        ValueError: an adapter is not low-rank, or can't be added to its weight.
+        ValueError: an adapter is not low-rank, or can't be merged into its weight.
     """
     refuse_other_adapters(model)
     dtypes = wire_dtypes(model, dtype, quantize)
@@ -100,13 +103,13 @@ def checkpoint_layout(
     dtype: torch.dtype | None = None,
     quantize: Quantizer | None = None,
 ) -> dict[str, TensorLayout]:
-    """Names, element types and shapes of ``checkpoint_tensors``, without moving a tensor.
+    """Return the names, dtypes and shapes of ``checkpoint_tensors``, without gathering any.
 
-    They come in the same order.
+    They are in the same order.
 
     Raises:
-        ValueError: the names of a layer depend on other layers, so that it cannot be streamed, or
-            an adapter is one that ``checkpoint_tensors`` refuses.
+        ValueError: the tensor names of a layer depend on other layers, so that the model cannot be
+            streamed layer by layer, or ``checkpoint_tensors`` would refuse an adapter.
     """
     refuse_other_adapters(model)
     dtypes = wire_dtypes(model, dtype, quantize)
@@ -121,20 +124,23 @@ def checkpoint_layout(
     together = converted(model, empty)
     if by_layer.keys() != together.keys():
         odd = sorted(by_layer.keys() ^ together.keys())
-        raise ValueError(f"{type(model).__name__} cannot be sent layer by layer: {odd[:3]}")
+        raise ValueError(
+            f"{type(model).__name__} cannot be sent layer by layer, as these tensors depend on "
+            f"other layers: {odd[:3]}"
+        )
     if quantize is not None:
         by_layer = {n: t for name, own in by_layer.items() for n, t in quantize(name, own).items()}
     return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in by_layer.items()}
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that ``save_pretrained`` saves, by name; a shared one once."""
+    """Return the tensors that ``save_pretrained`` saves, by name; shared tensors once."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return {name: t for name, t in saved_tensors(model).items() if name not in ignored}
 
 
 def layers_of(names: Iterable[str]) -> list[list[str]]:
-    """Names that are gathered together: those of a layer, or of one module outside the layers."""
+    """Group names to gather together: those of one layer, or of one module outside layers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         layer = LAYER.match(name)
@@ -145,13 +151,13 @@ def layers_of(names: Iterable[str]) -> list[list[str]]:
 def wire_dtypes(
     model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None
 ) -> dict[str, torch.dtype]:
-    """The element type in which each of a model's tensors is gathered, by name."""
+    """Return the dtype in which each of a model's tensors is gathered, by name."""
     parameters = {name for name, _ in model.named_parameters()}
     own = {
         name: dtype if dtype and name in parameters and t.is_floating_point() else t.dtype
         for name, t in distinct_tensors(model).items()
     }
-    if quantize is not None:  # from what the trainer multiplies with, not what others are sent in
+    if quantize is not None:  # quantized from the trainer's dtype, not from the published one
         tensors = distinct_tensors(model)
         own |= {name: quantize.dtype or tensors[name].dtype for name in quantize.parameters}
     return own | {unadapted(name): kind for name, kind in own.items()}
@@ -159,14 +165,14 @@ def wire_dtypes(
 
 def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if in_adapted_layer(name):
-        return whole(tensor.detach())  # to be merged as the trainer computes
+        return whole(tensor.detach())  # merged in the trainer's precision
     return whole(tensor.detach().to(dtype))  # before the gather: fewer bytes travel
 
 
 def converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that these of a model make, by ``transformers``' conversion."""
+    """Convert a model's tensors to those of its checkpoint, by ``transformers``' conversion."""
     if not hasattr(model, "save_pretrained"):
-        return tensors  # a plain module has no other names
+        return tensors  # a plain module needs no conversion
     loading = require("transformers.core_model_loading", extra="transformers")
     found: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
     return found

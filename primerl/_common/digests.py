@@ -1,4 +1,4 @@
-"""Digests of tensors: xxh3_128, which detects accidents, not attacks."""
+"""Digests of tensors by xxh3_128, which detects accidental damage, not attacks."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.frozen
 class TensorDigest:
-    """What one tensor is: element type, shape, and digest of its bytes in row-major order."""
+    """The dtype, the shape and the digest of the row-major bytes of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -23,12 +23,12 @@ class TensorDigest:
 
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:
-    """The bytes of a tensor in row-major order, ``uint8[n]``; on the CPU they are not copied."""
+    """Return a tensor's bytes in row-major order, ``uint8[n]``; on the CPU without a copy."""
     return _flat(tensor.detach().cpu()).view(torch.uint8).numpy()
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:
-    """Element type, shape and xxh3_128 of the bytes of a tensor."""
+    """Compute the digest of a tensor: dtype, shape and xxh3_128 of its bytes."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorDigest(
         dtype, tuple(tensor.shape), xxhash.xxh3_128_hexdigest(raw_bytes(tensor).data)
@@ -36,13 +36,13 @@ def digest_of(tensor: Tensor) -> TensorDigest:
 
 
 def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:
-    """One digest of a set of named tensors, independent of their order."""
+    """Combine the digests of named tensors into one, independent of their order."""
     lines = (f"{n}\0{t.dtype}\0{list(t.shape)}\0{t.digest}\n" for n, t in sorted(tensors.items()))
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def digest_of_file(path: Path) -> str:
-    """xxh3_128 of a file's bytes."""
+    """Compute the xxh3_128 of a file's bytes."""
     total = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
@@ -52,10 +52,10 @@ def digest_of_file(path: Path) -> str:
 
 
 def content_of(tensor: Tensor) -> tuple[int, int]:
-    """The sum and the sum of squares of a tensor's words, independent of their order.
+    """Compute the sum and the sum of squares of a tensor's words, independent of their order.
 
-    A word is the bits of an element as a signed integer. Zeros, with which engines pad, add
-    nothing.
+    A word is the bit pattern of an element, read as a signed integer. Zeros, with which engines
+    pad, do not change the sums.
     """
     words = _flat(tensor.detach()).view(_WORDS[tensor.dtype.itemsize])
     total = squares = 0
@@ -67,13 +67,13 @@ def content_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def digest_of_contents(contents: Iterable[tuple[int, int]]) -> str:
-    """One digest of what ``content_of`` gave for several tensors, each sum modulo 2^64."""
+    """Combine several results of ``content_of`` into one digest of both sums modulo 2^64."""
     totals, squares = zip(*contents, strict=True)
     return f"{sum(totals) % 2**64:016x}{sum(squares) % 2**64:016x}"
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements as a contiguous vector, without a copy where possible."""
+    """Return all elements as a contiguous vector, without a copy where possible."""
     flat = tensor.contiguous().reshape(-1)
     # One element is contiguous whatever its stride, but a view as bytes requires a stride of 1.
     return flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat

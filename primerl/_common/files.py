@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and that do not lead out of their folder."""
+"""Atomic writes of files and folders, and paths that cannot lead out of their folder."""
 
 import fcntl
 import logging
@@ -16,38 +16,40 @@ _MODEL_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?
 
 
 def member(folder: Path, name: object, *, may_be_link: bool = False) -> Path:
-    """The path of a file that lies directly in ``folder``, by the name that another file gives.
+    """Return the path of a file directly in ``folder``, by a name read from another file there.
 
-    Whoever can write one file of a folder must not thereby choose which files of the host are read.
+    The check prevents that someone who can write one file of the folder chooses which other files
+    of the host are read.
 
     Args:
-        folder: of both files.
-        name: as it was read.
-        may_be_link: whether a symbolic link is accepted, as in the cache of ``huggingface_hub``.
+        folder: the folder of both files.
+        name: the name as it was read.
+        may_be_link: accept a symbolic link, as in the cache of ``huggingface_hub``.
 
     Raises:
-        ValueError: the name has a folder in it, or is that of a symbolic link.
+        ValueError: the name contains a folder, or the file is a symbolic link.
     """
     plain = isinstance(name, str) and "\0" not in name and name not in ("", "..")
     if not plain or Path(str(name)).name != name:
         raise ValueError(f"{name!r} leads out of the folder; expected the name of a file in it")
     path = folder / str(name)
     if path.is_symlink() and not may_be_link:
-        raise ValueError(f"{name} is a symbolic link, expected a file")
+        raise ValueError(f"{name} is a symbolic link, expected a regular file")
     return path
 
 
 @contextmanager
 def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write, which appears under its name once all of it is on the disk.
+    """Open a file for writing that gets its name only once all of it is on the disk.
 
-    With ``spare``, a file that exists and that nobody reads is reused, with its content.
+    If a file ``spare`` exists and nobody holds a lock on it, its space is overwritten instead of
+    creating a new file; it still has its old content then.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.unlink(missing_ok=True)  # of a dead process that had this number
+        partial.unlink(missing_ok=True)  # left by a dead process with the same process id
         reused = spare is not None and _take_spare(spare, partial)
-        # Otherwise a new file: in a shared folder a link may lie there, to a file that is not ours.
+        # "x" creates a new file: in a shared folder, the name may be a link to another's file.
         with partial.open("r+b" if reused else "xb") as file:
             yield file
             file.flush()
@@ -55,11 +57,11 @@ def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[Binar
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(path.parent)  # the name, too, survives a power failure
+    sync_folder(path.parent)  # so that the new name survives a power failure
 
 
 def _take_spare(spare: Path, place: Path) -> bool:
-    """Move a file, if it exists and nobody holds a lock on it."""
+    """Move a file if it exists and nobody holds a lock on it; return whether it was moved."""
     try:
         with spare.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +72,7 @@ def _take_spare(spare: Path, place: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Sync a folder, so that the names of its files are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,17 +82,17 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def saved_folder(folder: str | os.PathLike[str], *, marker: str) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end.
+    """Create a folder to write into, which gets its name only at the end.
 
-    An earlier folder of that name is replaced if it was written by this function too. One to which
-    other files were added is renamed to ``NAME.earlier``.
+    An earlier folder of that name is replaced if this function wrote it too. If other files were
+    added to the earlier folder, it is renamed to ``NAME.earlier`` instead.
 
     Args:
-        folder: the name.
-        marker: a file that every such folder has.
+        folder: the path that the folder gets.
+        marker: name of a file that every such folder holds.
 
     Raises:
-        ValueError: at the beginning: something else exists under that name.
+        ValueError: on entering: something else exists under that name.
     """
     target = Path(folder).resolve()
     partial = target.with_name(target.name + ".partial")
@@ -114,8 +116,8 @@ def _require_own(path: Path, marker: str) -> None:
         return
     if not path.is_dir() or (any(path.iterdir()) and not (path / marker).is_file()):
         raise ValueError(
-            f"{path} exists, and was not saved by this function (it has no {marker}); choose "
-            "another folder, or remove it"
+            f"{path} exists, but was not saved by primerl (it has no {marker}); choose another "
+            "folder, or remove this one"
         )
 
 
@@ -134,7 +136,7 @@ def _remove_saved(target: Path, names: set[str]) -> None:
 
 
 def unused_name(path: Path) -> Path:
-    """The path itself if nothing exists there, else the first of ``PATH-2``, ``PATH-3``, ..."""
+    """Return ``path`` if nothing exists there, else the first free ``PATH-2``, ``PATH-3``, ..."""
     number, free = 1, path
     while os.path.lexists(free):
         number += 1

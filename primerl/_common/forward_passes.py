@@ -1,8 +1,8 @@
-"""How a model runs forward: passes that are repeated, for code that observes it from within.
+"""Helpers for code that observes forward passes by hooks: repeated passes, fake tensors.
 
-A layer runs again in the backward pass where activations are recomputed, and a whole model where
-the result of a first attempt could not be used. Observers must count each pass once. A planned
-run passes tensors without values.
+With activation checkpointing, a layer runs again in the backward pass. A whole model runs again if
+the result of a first attempt could not be used. Observers must count each pass once. The planner
+runs a model on tensors without values.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# transformers' names of activation checkpointing: since 5.23, and before.
+# The names of activation checkpointing in transformers: since 5.23, and before.
 _RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
 
 
 @attrs.define(eq=False)
 class Attempt:
-    """One forward pass, whose result may turn out to be useless."""
+    """One forward pass, whose result may have to be discarded."""
 
     discarded: bool = False
-    """Set by the caller that runs the model again."""
+    """Set by the caller if it runs the model again."""
 
 
 _ATTEMPT: ContextVar[Attempt | None] = ContextVar("_ATTEMPT", default=None)
@@ -33,7 +33,7 @@ _ATTEMPT: ContextVar[Attempt | None] = ContextVar("_ATTEMPT", default=None)
 
 @contextmanager
 def attempt() -> Iterator[Attempt]:
-    """Mark the forward pass in the body, for ``current_attempt``."""
+    """Mark the forward pass in the body, so that ``current_attempt`` returns it."""
     this = Attempt()
     before = _ATTEMPT.set(this)
     try:
@@ -43,28 +43,29 @@ def attempt() -> Iterator[Attempt]:
 
 
 def current_attempt() -> Attempt | None:
-    """The running forward pass; None where it will not be discarded."""
+    """Return the attempt that is running; None outside ``attempt``, where none is discarded."""
     return _ATTEMPT.get()
 
 
 def recomputing() -> bool:
-    """Whether a layer's forward code is recomputed for the backward pass.
+    """Check whether the running forward code is a recomputation for the backward pass.
 
-    Asked of autograd, as ``torch.utils.checkpoint`` does, so it holds for any implementation of
-    recomputation. It is also true in the backward of a custom function.
+    Asks autograd, as ``torch.utils.checkpoint`` does, so it works with any implementation of
+    activation checkpointing. It is also true in the backward of a custom function.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 def recomputes(model: nn.Module) -> bool:
-    """Whether layers of a model recompute their activations in the backward pass."""
+    """Check whether layers of a model recompute their activations in the backward pass."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def recomputation_method(model: nn.Module, *, enable: bool = True) -> Callable[..., None] | None:
-    """The model's method that starts or stops it; its first argument is ``checkpoint``'s options.
+    """Return the model's method that enables or disables activation checkpointing.
 
-    None if the model is not one of transformers.
+    The method's first argument are the options of ``torch.utils.checkpoint``. None if the model is
+    not a ``transformers`` model.
     """
     for name in _RECOMPUTATION:
         method: Any = getattr(model, f"{name}_{'enable' if enable else 'disable'}", None)
@@ -75,20 +76,20 @@ def recomputation_method(model: nn.Module, *, enable: bool = True) -> Callable[.
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or the module's own ``compile`` has compiled it."""
+    """Check whether ``torch.compile`` or ``nn.Module.compile`` has compiled a module."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 @attrs.define(eq=False)
 class PassTotal:
-    """A tensor added up over forward passes: each that is used once, none that is discarded."""
+    """A sum of tensors over forward passes, without recomputed and discarded passes."""
 
     _total: Tensor | None = attrs.field(default=None, init=False)
     _attempted: tuple[Attempt, Tensor] | None = attrs.field(default=None, init=False)
-    """The sum of the last forward pass, which may still be discarded."""
+    """The last forward pass, which may still be discarded, and its sum."""
 
     def add(self, value: Tensor) -> None:
-        """Add to the forward pass that runs now; nothing where one is recomputed."""
+        """Add a value to the sum of the running forward pass; ignored in a recomputation."""
         if recomputing():
             return
         now, before = current_attempt(), self._attempted
@@ -102,7 +103,7 @@ class PassTotal:
             self._attempted = now, value
 
     def take(self) -> Tensor | None:
-        """The total so far, which restarts at 0; None without a forward pass."""
+        """Return the total and reset it; None if there was no forward pass."""
         self._commit()
         taken, self._total = self._total, None
         return taken
@@ -116,16 +117,19 @@ class PassTotal:
         self._total = value if self._total is None else self._total + value
 
 
-# ---- tensors without values, by which a run is planned before it starts ----
+# ---- tensors without values, which the planner uses ----
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values: not one of the meta device, nor an imagined (fake) one."""
+    """Check that a tensor has values: it is neither on the meta device nor a fake tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def group_ends(ends: Int[Tensor, " e"], rows: int) -> list[int]:
-    """Where groups of ``rows`` rows end; without values, all groups are equally large."""
+    """Return where groups of rows end.
+
+    If ``ends`` has no values, the ``rows`` rows are divided equally among the groups.
+    """
     if has_values(ends):
         found: list[int] = ends.tolist()
         return found

@@ -1,4 +1,4 @@
-"""Signals that end a process, and interrupting its main thread from another one."""
+"""Handling of signals that end a process, and interrupting its main thread from a thread."""
 
 import signal
 import threading
@@ -8,9 +8,10 @@ _from_inside = threading.Event()
 
 
 class StoppedError(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 was received; torchrun sends SIGTERM to all ranks when one has failed.
+    """Raised when SIGTERM or SIGUSR1 is received.
 
-    It is as Ctrl-C is, so that no ``except Exception`` of a library takes it for a failure.
+    torchrun sends SIGTERM to all ranks when one has failed. It derives from ``KeyboardInterrupt``,
+    so that no ``except Exception`` of a library catches it.
     """
 
     def __init__(self, which: signal.Signals) -> None:
@@ -19,10 +20,11 @@ class StoppedError(KeyboardInterrupt):
 
 
 def interrupt_main_thread() -> None:
-    """Raise ``KeyboardInterrupt`` in the main thread, where Ctrl-C would wait for a step's end too.
+    """Raise ``KeyboardInterrupt`` in the main thread by sending it SIGINT.
 
-    It wakes the thread from what it waits for, as an exception cannot. A process that ignores
-    SIGINT has to call ``accept_interrupts`` first.
+    It is raised at once, also where Ctrl-C waits for the end of a step. The signal interrupts
+    blocking system calls, which an exception set from another thread would not. A process that
+    ignores SIGINT has to call ``accept_interrupts`` first.
     """
     _from_inside.set()
     main = threading.main_thread().ident
@@ -31,19 +33,19 @@ def interrupt_main_thread() -> None:
 
 
 def is_from_inside() -> bool:
-    """Whether a SIGINT that came is that of ``interrupt_main_thread``; asked once for each."""
+    """Return True, once, if the SIGINT was sent by ``interrupt_main_thread``."""
     came = _from_inside.is_set()
     _from_inside.clear()
     return came
 
 
 def ignores_ctrl_c() -> bool:
-    """Whether Ctrl-C is ignored, as in jobs that a shell script starts in the background."""
+    """Check whether Ctrl-C is ignored, as in background jobs of a shell script."""
     return signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, _ignore_ctrl_c)
 
 
 def accept_interrupts() -> None:
-    """Let ``interrupt_main_thread`` work where SIGINT is ignored; Ctrl-C stays ignored."""
+    """Make ``interrupt_main_thread`` work where SIGINT is ignored; Ctrl-C stays ignored."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, _ignore_ctrl_c)

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported, or named with the command that installs them."""
+"""Imports of optional dependencies, with errors that say how to install them."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ TESTED = {
     "transformers": ((5, 17), (5, 24)),
     "verifiers": ((0, 4), (0, 4)),
 }
-"""The first and the last minor release; ``pyproject.toml`` declares the same."""
+"""The first and the last tested minor release per package, as in ``pyproject.toml``."""
 
 MODULES = {
     "recipes": ("transformers", "psutil", "tyro", "rich"),
@@ -23,7 +23,7 @@ MODULES = {
     "lora": ("peft",),
     "data": ("datasets",),
 }
-"""The modules of those optional dependency groups that recipes need."""
+"""The modules of each optional dependency group that recipes need."""
 
 ENVIRONMENTS = {
     "bugfix": "bugfix",
@@ -33,7 +33,7 @@ ENVIRONMENTS = {
     "reverse-words": "reverse_words",
     "swe-folder": "swe_folder",
 }
-"""The modules of the environments in ``recipes/environments``."""
+"""The module of each environment in ``recipes/environments``."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module missing deeper down is that package's own failure and must stay visible.
+        # If ``module`` itself is installed but one of its imports is missing, show that error.
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise
         raise ImportError(
@@ -62,9 +62,9 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 @functools.cache
 def warn_if_untested(package: str) -> None:
-    """Log a warning, once, if a package's installed release is not one that primerl is tested with.
+    """Log a warning, once, if primerl is not tested with a package's installed release.
 
-    Pip installs no such release, unless it is asked for by name or comes with another package.
+    Pip installs such a release only if it is requested explicitly or by another package.
     """
     if package not in TESTED:
         return
@@ -78,8 +78,8 @@ def warn_if_untested(package: str) -> None:
         return
     bounds = f">={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
     _log.warning(
-        "%s %s is installed, but primerl is tested with %s only, and what it hooks into may have "
-        "changed; if something fails, run: pip install '%s%s'",
+        "%s %s is installed, but primerl is tested only with %s, and internals that it relies on "
+        "may have changed; if something fails, run: pip install '%s%s'",
         package,
         installed,
         bounds,
@@ -89,14 +89,15 @@ def warn_if_untested(package: str) -> None:
 
 
 def require_all(extras: Iterable[str], *, environments: Iterable[str] = ()) -> None:
-    """Look for optional dependencies, and import none.
+    """Check that optional dependencies are installed, without importing them.
 
     Args:
-        extras: optional dependency groups, of ``MODULES``.
-        environments: ids of verifiers environments; of other authors' nothing is known here.
+        extras: optional dependency groups, keys of ``MODULES``.
+        environments: ids of verifiers environments; ids that are not in ``ENVIRONMENTS`` are not
+            checked.
 
     Raises:
-        ImportError: some are not installed; the message names all, and the one command that
+        ImportError: some are not installed; the message names all of them, and one command that
             installs them.
     """
     missing: dict[str, list[str]] = {}
@@ -121,7 +122,7 @@ def require_all(extras: Iterable[str], *, environments: Iterable[str] = ()) -> N
 
 
 def install_command(*extras: str, environments: Iterable[str] = ()) -> str:
-    """The command that installs optional dependency groups and environments."""
+    """Return the command that installs optional dependency groups and environments."""
     words = [f"'.[{','.join(extras)}]'"] if extras else []
     words += [f"./recipes/environments/{name}" for name in environments]
     return f"in a clone of primerl, run: pip install {' '.join(words)}"
@@ -130,5 +131,5 @@ def install_command(*extras: str, environments: Iterable[str] = ()) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # a module without a spec, which somebody put in its place
+    except ValueError:  # a replacement in sys.modules without a spec
         return False

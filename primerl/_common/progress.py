@@ -1,4 +1,4 @@
-"""What takes long says what it does, through Python's logging; ``track.LiveView`` shows it."""
+"""Progress reports of long operations, through Python's logging; shown by ``track.LiveView``."""
 
 import logging
 
@@ -8,5 +8,5 @@ _log = logging.getLogger(NAME)
 
 
 def report(phase: str, detail: str = "") -> None:
-    """Say what is done now, such as ``"rollouts"``, and how far it is, such as ``"3/8 groups"``."""
+    """Report the current phase, such as ``"rollouts"``, and progress, such as ``"3/8 groups"``."""
     _log.info("%s", f"{phase}: {detail}" if detail else phase, extra={"phase": phase})

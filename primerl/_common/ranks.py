@@ -1,4 +1,4 @@
-"""What the ranks of a sharded trainer tell each other, and gather from each other."""
+"""Communication between the ranks of a sharded trainer: values, errors and gathered tensors."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -13,21 +13,21 @@ T = TypeVar("T")
 
 
 def is_first_rank() -> bool:
-    """Whether this rank writes and publishes: rank 0, also of a world of one."""
+    """Return True on rank 0, which writes and publishes, and without a process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_first_rank(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns on rank 0, in JSON's types, on every rank.
+    """Call ``work`` on rank 0, and return its result, which must be JSON, on every rank.
 
     Raises:
-        RuntimeError: it failed on rank 0, on every other rank; rank 0 raises the error itself.
+        RuntimeError: on the other ranks, if ``work`` failed; rank 0 raises the original error.
     """
     failure, message = None, {}
     if is_first_rank():
         try:
             message = {"value": work()}
-        except Exception as error:  # any: the other ranks wait for this one's answer
+        except Exception as error:  # every kind: the other ranks wait for the broadcast
             failure, message = error, {"error": f"{type(error).__name__}: {error}"}
     told = _broadcast(message)
     if failure is not None:
@@ -38,20 +38,21 @@ def on_first_rank(work: Callable[[], Any]) -> Any:
 
 
 def on_first_rank_gathering(work: Callable[[], T], gathered: Iterator[object]) -> T | None:
-    """Do ``work`` on rank 0, which draws from ``gathered``, while the others help to gather.
+    """Call ``work`` on rank 0 while the other ranks take part in its collectives.
 
-    Every rank draws to the end, so that none waits for another in a collective, and all learn
-    whether it failed. Returns None on ranks other than 0.
+    ``gathered`` is an iterator whose steps are collectives; ``work`` consumes it on rank 0. Every
+    rank then iterates to the end, also after a failure, so that no rank waits in a collective.
+    Returns the result on rank 0, and None on the others.
 
     Raises:
-        RuntimeError: it failed on rank 0, on every other rank; rank 0 raises the error itself.
+        RuntimeError: on the other ranks, if ``work`` failed; rank 0 raises the original error.
     """
     results: list[T] = []
     failure: Exception | None = None
     if is_first_rank():
         try:
             results.append(work())
-        except Exception as error:  # any: the other ranks help to gather, and wait for the end
+        except Exception as error:  # every kind: the other ranks wait in the next collective
             failure = error
     for _ in gathered:
         pass
@@ -65,11 +66,13 @@ def on_first_rank_gathering(work: Callable[[], T], gathered: Iterator[object]) -
 
 
 def on_every_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
-    """What ``work`` returned on each rank of a gloo group, in JSON's types, in order.
+    """Call ``work`` on each rank of a gloo group, and return all results, JSON, in rank order.
+
+    Without a group, only this process calls it.
 
     Raises:
-        RuntimeError: it failed on a rank; all ranks raise, and name it.
-        ValueError: as well, by a ValueError.
+        RuntimeError: ``work`` failed on a rank; all ranks raise, and the message names that rank.
+        ValueError: the same, if ``work`` raised a ValueError.
     """
     result, failure, cause = None, None, None
     try:
@@ -87,7 +90,7 @@ def on_every_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> l
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Each rank's value, in JSON's types, on every rank of a gloo group, in order."""
+    """Return the values of all ranks of a gloo group, which must be JSON, in rank order."""
     if group is None:
         return [value]
     ranks = dist.get_world_size(group)
@@ -105,7 +108,7 @@ def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
-    """Rank 0's message, on every rank of the world, whatever its backend."""
+    """Broadcast rank 0's message to all ranks, with any backend."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return message
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -120,7 +123,7 @@ def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name; one that is shared under two names once."""
+    """Return parameters and saved buffers by name; a tensor shared under two names once."""
     distinct = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return {name: tensor for name, tensor in model.state_dict().items() if name in distinct}
 
@@ -128,13 +131,13 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def whole_tensors(
     model: nn.Module, wanted: Callable[[str], Any] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and saved buffer by name, whole, one at a time; a shared one once.
+    """Yield each parameter and saved buffer by name, gathered one at a time; shared ones once.
 
     Gathering a sharded tensor is a collective: every rank iterates to the end.
 
     Args:
-        model: sharded or not.
-        wanted: says of a name whether it is; all are by default.
+        model: the model, sharded or not.
+        wanted: returns whether a tensor of this name is wanted; by default all are.
     """
     for name, tensor in saved_tensors(model).items():
         if wanted is None or wanted(name):
@@ -142,11 +145,11 @@ def whole_tensors(
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be sharded, gathered: a collective of the ranks that hold its parts."""
+    """Gather a tensor if it is sharded: a collective of the ranks that hold its shards."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
-    for dimension in range(len(placements) - 1):  # one at a time, the last that was divided first
+    for dimension in range(len(placements) - 1):  # one mesh dimension at a time
         if not placements[dimension].is_replicate():
             placements[dimension] = Replicate()
             tensor = tensor.redistribute(placements=placements)
@@ -154,5 +157,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; all of it where it is not sharded."""
+    """Return this rank's shard of a tensor, or the whole tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Folders in a host's shared memory, or a place of its own, removed by their last user."""
+"""Folders in shared memory or on disk, shared by processes and removed by their last user."""
 
 import contextlib
 import fcntl
@@ -20,10 +20,10 @@ _REMOVED = ".removed-"  # part of the name of a folder that is being removed
 
 
 def shared_memory(*, room: int = 0) -> Path:
-    """``/dev/shm``, or the folder for temporary files where there is none, or it is too small.
+    """Return ``/dev/shm``, or the temporary folder if ``/dev/shm`` is missing or too small.
 
     Args:
-        room: bytes that must be free. Containers often have 64 MB.
+        room: bytes that must be free. In containers, ``/dev/shm`` often has 64 MB.
     """
     temporary = Path(tempfile.gettempdir())
     if not os.path.isdir(_DEV_SHM):
@@ -31,7 +31,7 @@ def shared_memory(*, room: int = 0) -> Path:
     free = shutil.disk_usage(_DEV_SHM).free
     if free < room:
         _LOG.warning(
-            "%s has %d MB left, and %d are needed: files go to %s instead, which is slower",
+            "%s has %d MB free, but %d MB are needed: files go to %s instead, which is slower",
             _DEV_SHM,
             free // 10**6,
             room // 10**6,
@@ -42,36 +42,36 @@ def shared_memory(*, room: int = 0) -> Path:
 
 
 class SharedFolder:
-    """A folder that processes of one user share; the last to close it removes it.
+    """A folder that processes of one account share; the last process to close it removes it.
 
-    Each user holds a lock, which the kernel releases when the process ends in any way; what killed
-    processes leave is removed when another folder is opened.
+    Each process holds a lock, which the kernel releases when the process ends for any reason.
+    Folders that killed processes leave are removed when another ``SharedFolder`` is opened.
 
     Args:
-        name: of the folder; the same name is the same folder.
-        within: another place than the shared memory, such as a filesystem that hosts share. The
-            host's name is then part of the folder's: locks may not be seen by other hosts, so each
-            removes only what its own processes have left.
-        room: bytes that its files will take: without them in the shared memory, the folder is in
-            the one for temporary files.
+        name: the folder's name; processes that use the same name share the folder.
+        within: a parent folder to use instead of shared memory, such as one on a filesystem that
+            hosts share. The host's name is then part of the folder's name: other hosts may not see
+            locks, so each host removes only folders that its own processes have left.
+        room: bytes that its files will take. If shared memory has less, the folder is created in
+            the temporary folder.
 
     Raises:
-        RuntimeError: the folder belongs to somebody else.
+        RuntimeError: the folder belongs to another account, or others can access it.
     """
 
     def __init__(self, name: str, *, within: Path | None = None, room: int = 0) -> None:
-        # With a sign that no host's name has: one may begin with another's.
+        # "@" ends the host's name, which may be a prefix of another host's name.
         host = "" if within is None else f"{socket.gethostname()}@"
         prefix = f"primerl-{os.getuid()}-{host}"
         places = {shared_memory(), Path(tempfile.gettempdir())} if within is None else {within}
-        for place in places:  # first, as what is left may be what takes the room
+        for place in places:  # first, because left-over folders may take up the room
             for other in place.glob(f"{prefix}*"):
                 if other.name != f"{prefix}{name}":
                     _remove_if_unused(other)
         if within is not None:
             self.path = within / f"{prefix}{name}"
         elif (shared_memory() / f"{prefix}{name}").exists():
-            self.path = shared_memory() / f"{prefix}{name}"  # its users' files may take the room
+            self.path = shared_memory() / f"{prefix}{name}"  # its own files may take up the room
         else:
             self.path = shared_memory(room=room) / f"{prefix}{name}"
         while True:
@@ -79,7 +79,7 @@ class SharedFolder:
             try:
                 found = self.path.lstat()
                 if found.st_uid != os.getuid() or found.st_mode & 0o077:
-                    raise RuntimeError(f"{self.path} can be changed by others; remove it")
+                    raise RuntimeError(f"{self.path} is accessible to other accounts; remove it")
                 self._users = os.open(self.path / _USERS, os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:
                 continue  # its last user has just removed it
@@ -107,21 +107,21 @@ def _remove_if_unused(path: Path) -> None:
         return  # being made or removed
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Nobody can write a file there under the new name, while the others are removed.
+        # Renamed first, so that nobody creates a file in it while its files are removed.
         removed = path.with_name(f"{path.name}{_REMOVED}{secrets.token_hex(4)}")
         path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
     except (BlockingIOError, FileNotFoundError):
-        pass  # somebody uses it, or has removed it
+        pass  # another process uses it, or has removed it
     finally:
         os.close(users)
 
 
 def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> BinaryIO:
-    """Lock a file among processes, until the returned file is closed.
+    """Lock a file against other processes, until the returned file is closed.
 
     Raises:
-        TimeoutError: others hold it for longer than ``timeout_s``.
+        TimeoutError: another process held the lock for longer than ``timeout_s``.
     """
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb")
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
@@ -133,5 +133,5 @@ def acquire(path: Path, *, exclusive: bool, timeout_s: float) -> BinaryIO:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.close()
-                raise TimeoutError(f"{path} is locked for more than {timeout_s:g} s") from None
+                raise TimeoutError(f"{path} was locked by others for {timeout_s:g} s") from None
             time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Files of named tensors in the safetensors format, written as a stream and mapped in place."""
+"""Safetensors files that are written from a stream of tensors and read by memory mapping."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,7 @@ _METADATA = "__metadata__"
 
 @attrs.frozen
 class ByteSpan:
-    """Where a tensor lies after the header of a file, in bytes."""
+    """The bytes of a tensor in a file, as offsets after the header."""
 
     layout: TensorLayout
     start: int
@@ -46,9 +46,9 @@ class ByteSpan:
 def encode_header(
     layout: Mapping[str, TensorLayout], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, ByteSpan]]:
-    """The first bytes of a file, and where each tensor lies after them, in order.
+    """Return the header of a file, and the byte span of each tensor after it, in file order.
 
-    Wide elements come first, so that all are aligned without a gap.
+    Tensors with wide elements come first, so that all are aligned without gaps.
 
     Raises:
         ValueError: the format has no name for a dtype.
@@ -57,7 +57,7 @@ def encode_header(
     start, spans = 0, {}
     for name, entry in sorted(layout.items(), key=lambda item: -item[1].dtype.itemsize):
         if entry.dtype not in _CODES:
-            raise ValueError(f"{name} is {entry.dtype}, which cannot be saved")
+            raise ValueError(f"{name} is {entry.dtype}, which safetensors files cannot hold")
         end = start + entry.nbytes
         spans[name] = ByteSpan(entry, start, end)
         entries[name] = {
@@ -79,13 +79,13 @@ def write_tensors(
     spare: Path | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a stream of tensors in any order, whose names and shapes are known before.
+    """Write a stream of tensors, in any order, whose names and shapes are known in advance.
 
-    A file ``spare`` is written over, if it exists: memory that a file has is not cleared again.
-    ``metadata`` goes into the header.
+    If a file ``spare`` exists, it is overwritten and renamed: the kernel need not clear its pages
+    again. ``metadata`` is stored in the header.
 
     Raises:
-        ValueError: a tensor is missing, comes twice, or isn't what ``layout`` says.
+        ValueError: a tensor is missing, comes twice, or doesn't match ``layout``.
     """
     header, spans = encode_header(layout, metadata)
     left = dict(spans)
@@ -100,7 +100,7 @@ def write_tensors(
             file.seek(len(header) + span.start)
             file.write(raw_bytes(tensor).data)
         if left:
-            raise ValueError(f"{path.name}: not sent: {', '.join(sorted(left)[:5])}")
+            raise ValueError(f"{path.name}: tensors are missing: {', '.join(sorted(left)[:5])}")
 
 
 def _why_not(name: str, found: TensorLayout, layout: Mapping[str, TensorLayout]) -> str:
@@ -112,18 +112,18 @@ def _why_not(name: str, found: TensorLayout, layout: Mapping[str, TensorLayout])
 
 
 def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, by name, where they lie in the page cache; and its metadata.
+    """Return the tensors of a file by name, memory-mapped, and the file's metadata.
 
-    With ``writable``, what is written into them is written into the file.
+    With ``writable``, writing to a tensor writes to the file.
 
     Raises:
-        ValueError: the file is no such file, or is truncated; the message names it.
+        ValueError: the file is not a safetensors file, or is truncated; the message names it.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path} is truncated or is no safetensors file")
+            raise ValueError(f"{path} is truncated, or is not a safetensors file")
         try:
             header = json.loads(file.read(length))
             metadata = dict(header.pop(_METADATA, {}))
@@ -132,7 +132,7 @@ def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tenso
             raise ValueError(f"{path} has a broken header: {error}") from error
     if any(not 0 <= span.start <= span.end <= size - 8 - length for span in spans.values()):
         raise ValueError(f"{path} is truncated: it has {size} bytes")
-    # Copy on write: torch wants a writable buffer, and the file stays as it is.
+    # Copy on write: torch requires a writable buffer, and the file must not change.
     data = np.memmap(path, mode="r+" if writable else "c", dtype=np.uint8)[8 + length :]
     tensors = {
         name: as_tensor(data[span.start : span.end], span.layout) for name, span in spans.items()
@@ -141,7 +141,7 @@ def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tenso
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
-    """The tensors of ``read_tensors`` alone."""
+    """Return the memory-mapped tensors of a file by name, without its metadata."""
     return read_tensors(path, writable=writable)[0]
 
 
@@ -149,12 +149,12 @@ def _span(entry: Mapping[str, object]) -> ByteSpan:
     layout = TensorLayout(_DTYPES[str(entry["dtype"])], tuple(entry["shape"]))  # type: ignore[arg-type]
     start, end = entry["data_offsets"]  # type: ignore[misc]
     if end - start != layout.nbytes:  # type: ignore[has-type]
-        raise ValueError(f"{layout} does not fit into {entry['data_offsets']}")
+        raise ValueError(f"{layout} does not match the offsets {entry['data_offsets']}")
     return ByteSpan(layout, start, end)  # type: ignore[has-type]
 
 
 def as_tensor(data: np.ndarray, layout: TensorLayout) -> Tensor:
-    """Bytes in row-major order as the tensor that they are; not copied."""
+    """Interpret row-major bytes as a tensor, without a copy."""
     if not data.size:
         return torch.empty(layout.shape, dtype=layout.dtype)
     return torch.from_numpy(data).view(layout.dtype).reshape(layout.shape)

@@ -81,7 +81,7 @@ def _leak_reason(model: nn.Module) -> str | None:
         return "has convolutions over tokens, which mix the ends of neighbouring documents"
     can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
     if can_switch is not None and not can_switch():
-        return "has an attention of its own, which would let packed documents see each other"
+        return "has its own attention, which would let packed documents see each other"
     return None
 
 

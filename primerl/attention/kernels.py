@@ -68,7 +68,7 @@ def _equally_wide(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
-class _Run(NamedTuple):
+class _EqualSpans(NamedTuple):
     """Spans of equal lengths, computed in one call."""
 
     size: int
@@ -83,7 +83,7 @@ class _Run(NamedTuple):
     """Rows of all their keys."""
 
 
-def _runs(plan: Tensor) -> list[_Run]:
+def _runs(plan: Tensor) -> list[_EqualSpans]:
     """The runs of a plan: their number, ``count, length, seen`` of each, and then the rows of all
     queries and of all keys, run by run.
     """
@@ -93,7 +93,7 @@ def _runs(plan: Tensor) -> list[_Run]:
     found, start = [], 0
     for count, length, seen in alike:
         end, end_k = start + count * length, start_k + count * seen
-        found.append(_Run(count, length, seen, rows[start:end], rows[start_k:end_k]))
+        found.append(_EqualSpans(count, length, seen, rows[start:end], rows[start_k:end_k]))
         start, start_k = end, end_k
     return found
 
@@ -107,7 +107,7 @@ def _widen(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _kernel_inputs(run: _Run, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Any]:
+def _kernel_inputs(run: _EqualSpans, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Any]:
     """Queries, keys and values of a run, and its mask: None for plain causal attention."""
     inputs = [_stacked(q, run.queries, run.size)]
     inputs += [_stacked(x, run.keys, run.size) for x in (k, v)]

@@ -52,7 +52,7 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
         switch_attention(model, PACKED_ATTENTION, packed_attention, batch_mask)
         if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
             raise ValueError(
-                f"{config.model_type} has an attention of its own, which would let packed "
+                f"{config.model_type} has its own attention, which would let packed "
                 "documents see each other; pack one document per batch"
             )
     if len(documents) > 1:

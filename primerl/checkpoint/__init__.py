@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved while it continues, loaded on any number of ranks."""
+"""Checkpoints of a training run, saved in the background and loaded on any number of ranks."""
 
 from primerl.checkpoint.checkpoints import Checkpoints, Stopped
 from primerl.checkpoint.reading import Saved, last_good

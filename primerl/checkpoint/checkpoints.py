@@ -1,4 +1,4 @@
-"""Saving a training run while it continues, and loading it on any number of ranks."""
+"""The ``Checkpoints`` of a training run: saving in the background, loading on any ranks."""
 
 import logging
 import os
@@ -18,32 +18,32 @@ from primerl._common.ranks import exchange, on_every_rank
 from primerl.checkpoint import folders
 from primerl.checkpoint.generators import generator_states
 from primerl.checkpoint.loading import load
-from primerl.checkpoint.pieces import Piece
+from primerl.checkpoint.rank_files import TensorPiece
 from primerl.checkpoint.reading import Saved
 from primerl.checkpoint.resharding import my_pieces
 from primerl.checkpoint.training_state import model_tensors, optimizer_state
-from primerl.checkpoint.writing import Staging, TakenSnapshot, Writer
+from primerl.checkpoint.writing import RankCheckpoint, Staging, Writer
 
 logger = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """Raised by a loop that was told to stop, once it has saved: exit code 143.
+    """Raised by a training loop that was told to stop, after it has saved; exit code 143.
 
     Args:
-        step: policy steps taken.
+        step: the number of policy steps taken.
     """
 
     def __init__(self, step: int) -> None:
-        super().__init__(143)  # what shells report of SIGTERM: the run is not finished
+        super().__init__(143)  # as for SIGTERM in a shell: the run is not finished
         self.step = step
 
     def __str__(self) -> str:
-        return f"told to stop after step {self.step}, which was saved; it can be resumed from there"
+        return f"told to stop after step {self.step}, which was saved; resume the run from there"
 
 
 class Checkpoints:
-    """The checkpoints of a run, in ``folder/checkpoints``; a context, on all ranks.
+    """The checkpoints of a run, in ``folder/checkpoints``: a context manager, on all ranks.
 
         saved = checkpoint.last_good(resume)                # rank 0, before the ranks connect
         ...
@@ -56,24 +56,24 @@ class Checkpoints:
                 if stopping:
                     raise checkpoint.Stopped(step + 1)
 
-    Each rank writes its shards to a file of its own. A checkpoint appears under its name when all
-    files are on the disk, so a process killed at any time leaves the earlier ones. Leaving the
-    context waits for a save that runs.
+    Each rank writes its shards to its own file. A checkpoint gets its name only when all files are
+    on the disk, so a process that is killed at any time leaves the earlier checkpoints intact.
+    Leaving the context waits for a running save.
 
     Args:
-        folder: of the run, on a file system of all ranks; None on ranks other than 0, which are
-            told.
-        model: sharded or not.
-        optimizer: one, or several with parameters of their own.
-        schedule: of the learning rate; anything with ``state_dict`` and ``load_state_dict``, the
-            same on all ranks.
-        every: policy steps from one checkpoint to the next, as ``due`` counts them; 0: never.
-        last: the policy steps of the whole run, after which one is due in any case, so that the
-            run can be extended; None: they are not known.
-        keep: how many of the last checkpoints are kept.
-        asynchronous: whether ``save`` returns once tensors are copied to the host's memory, which
-            then holds this rank's share of the state, and a thread writes them.
-        timeout_s: how long ranks wait for each other, and ``close`` for a save that runs.
+        folder: the folder of the run, on a filesystem that all ranks share; rank 0's is used, and
+            other ranks may pass None.
+        model: the model, sharded or not.
+        optimizer: one optimizer, or several with disjoint parameters.
+        schedule: the learning rate schedule; anything with ``state_dict`` and ``load_state_dict``,
+            the same on all ranks.
+        every: the number of policy steps between checkpoints, for ``due``; 0: never.
+        last: the number of policy steps of the whole run. A checkpoint is due after the last step
+            in any case, so that the run can be extended. None: not known.
+        keep: how many checkpoints are kept; older ones are removed.
+        asynchronous: ``save`` returns after copying tensors to host memory, and a thread writes
+            them. The host then holds a copy of this rank's share of the state.
+        timeout_s: how long ranks wait for each other, and ``close`` for a running save.
 
     Raises:
         ValueError: a number is out of range, or rank 0 has no folder.
@@ -101,7 +101,7 @@ class Checkpoints:
         self._rank, self._world_size = 0, 1
         if dist.is_initialized():
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-            # The thread's own, and for CPU tensors.
+            # A separate group for the saving thread, and for CPU tensors.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         name = exchange(None if folder is None else os.fspath(folder), self._group)[0]
         if name is None:
@@ -126,7 +126,7 @@ class Checkpoints:
         if error is None:
             self.close()
         else:
-            self._writer.abandon(10.0)  # worth a moment, but other ranks may be gone
+            self._writer.abandon(10.0)  # not for long, because other ranks may have died
         saved = folders.steps(self._folder) if self._rank == 0 else []
         if saved and isinstance(error, (Stopped, KeyboardInterrupt)):
             step, run = folders.step_of(saved[-1]), os.path.relpath(self._folder.parent)
@@ -139,18 +139,19 @@ class Checkpoints:
     def load(self, saved: Saved | None) -> int:
         """Resume from ``saved``, and return its step; 0 for a new run. All ranks call it.
 
-        Model, optimizers, schedule, and the random number generators of torch, numpy and Python:
-        each rank's own if as many ranks saved, else seeded anew from those of rank 0.
+        Restores the model, optimizers, schedule, and the random number generators of torch, numpy
+        and Python. If as many ranks saved as load, each rank gets its own generators' states;
+        otherwise generators are seeded from the state of rank 0.
 
         Nothing in the folder changes before all ranks have loaded. Then checkpoints of later steps,
         which ``last_good`` found damaged, are renamed to ``.skipped``.
 
         Args:
-            saved: what ``last_good`` returned on rank 0; not looked at on the others.
+            saved: the checkpoint that ``last_good`` returned on rank 0; ignored on other ranks.
 
         Raises:
-            ValueError: it is of another model or optimizer; the message names a tensor. Or it is a
-                new run, and the folder holds checkpoints.
+            ValueError: the checkpoint is of another model or optimizer (the message names a
+                tensor), or this is a new run but the folder holds checkpoints.
         """
         self._writer.finish()
         mine = str(saved.folder) if self._rank == 0 and saved and saved.folder else None
@@ -178,20 +179,20 @@ class Checkpoints:
         self._claimed = True
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` policy steps are a multiple of ``every``, or the last."""
+        """Return whether a checkpoint is due after ``step`` steps, by ``every`` and ``last``."""
         return step == self._last or (self._every > 0 and step % self._every == 0)
 
     def save(self, step: int, *, wait: bool = False, **values: Any) -> None:
-        """Save the run. All ranks call it; an earlier save that still runs is waited for.
+        """Save the run, after waiting for an earlier save that still runs. All ranks call it.
 
         Args:
-            step: policy steps taken: where a run that loads it resumes.
-            wait: return when it is on the disk, also if ``asynchronous``.
-            values: of rank 0, under names for ``Saved.get``: bytes, JSON's types, or what has a
-                ``state()`` that is one of them; None is left out.
+            step: the number of policy steps taken, from which a loaded run resumes.
+            wait: return only when the checkpoint is on the disk, even if ``asynchronous``.
+            values: rank 0's further values, by names for ``Saved.get``: bytes, JSON values, or
+                objects with a method ``state()`` that returns such a value. None is left out.
 
         Raises:
-            RuntimeError: this save failed, or an asynchronous one before it, on any rank.
+            RuntimeError: this save failed, or the asynchronous one before it, on any rank.
             ValueError: a value or a tensor can't be saved; or the folder holds checkpoints from
                 which this run was not resumed.
         """
@@ -206,27 +207,27 @@ class Checkpoints:
         self._writer.start(attrs.evolve(snapshot, pieces=staged))
 
     def close(self) -> None:
-        """Wait for a save that runs.
+        """Wait for a running save.
 
         Raises:
-            RuntimeError: it failed, on any rank, or took longer than ``timeout_s``.
+            RuntimeError: the save failed on any rank, or took longer than ``timeout_s``.
         """
         self._writer.finish()
 
-    def _snapshot(self, step: int, values: Mapping[str, Any]) -> TakenSnapshot:
+    def _snapshot(self, step: int, values: Mapping[str, Any]) -> RankCheckpoint:
         of_optimizers, numbers = optimizer_state(self._model, self._optimizers)
         pieces = my_pieces({**model_tensors(self._model), **of_optimizers})
         notes = {}
         for key, value in generator_states().items():
             if isinstance(value, Tensor):
                 name, shape = f"rank-{self._rank}/{key}", tuple(value.shape)
-                pieces.append(Piece(name=name, shape=shape, offsets=(0,), values=value))
+                pieces.append(TensorPiece(name=name, shape=shape, offsets=(0,), values=value))
             else:
                 notes[key] = value
         schedule = None if self._schedule is None else self._schedule.state_dict()
         state = {"step": step, "optimizer": numbers, "schedule": schedule}
         kept = {name: _state(value) for name, value in values.items() if value is not None}
-        return TakenSnapshot(
+        return RankCheckpoint(
             step=step,
             pieces=pieces,
             notes=notes,

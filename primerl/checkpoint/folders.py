@@ -1,4 +1,4 @@
-"""A folder of checkpoints: names, committing a checkpoint, removing old ones."""
+"""The folder of a run's checkpoints: file names, committing a checkpoint, removing old ones."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from primerl._common.files import sync_folder, unused_name
-from primerl.checkpoint.pieces import write_file
+from primerl.checkpoint.rank_files import write_file
 
 FORMAT = 1
 SUBFOLDER = "checkpoints"
@@ -22,35 +22,35 @@ _VALUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by step; some may be damaged."""
+    """Return the checkpoints in a folder, in the order of steps; some may be damaged."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step that a checkpoint's name states."""
     match = _STEP.fullmatch(path.name)
     assert match
     return int(match[1])
 
 
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """The name of the file with a rank's tensors."""
+    """Return the name of the file with a rank's tensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def manifest_digest(manifest: Any) -> str:
-    """The digest of a manifest, which is written beside it."""
+    """Compute the digest of a manifest, which is stored in the same file."""
     return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]:
-    """What rank 0 writes beside tensors, the state of the training and the caller's values.
+    """Encode the training state and the caller's values, which rank 0 writes beside tensors.
 
     Returns the contents of files, by name.
     """
@@ -64,7 +64,7 @@ def encode(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, bytes]
         text = json.dumps({**state, "values": plain, "bytes": binary})
     except TypeError as error:
         raise ValueError(
-            f"what is saved beside tensors ({', '.join([*state, *plain])}) must be bytes or in "
+            f"values saved beside tensors ({', '.join([*state, *plain])}) must be bytes or have "
             f"JSON's types: {error}"
         ) from None
     return {**files, STATE: text.encode()}
@@ -92,15 +92,15 @@ def retain(folder: Path, keep: int) -> None:
 
 
 def claim(folder: Path, *, resumed: int | None) -> None:
-    """Make a folder ready for the checkpoints of a run: new, or resumed after a step.
+    """Prepare a folder for the checkpoints of a run, which is new or resumed after a step.
 
-    What interrupted saves left is removed. Checkpoints of later steps, which are damaged, are
+    Remains of interrupted saves are removed. Checkpoints of later steps, which are damaged, are
     renamed.
     """
     found = steps(folder)
     if resumed is None and found:
         raise ValueError(
-            f"{folder} holds checkpoints already, the last one {found[-1].name}; resume from them "
+            f"{folder} already holds checkpoints, up to {found[-1].name}; resume from them "
             "(checkpoint.last_good, and Checkpoints.load before the first save), or choose "
             "another folder"
         )
@@ -114,12 +114,12 @@ def claim(folder: Path, *, resumed: int | None) -> None:
 
 
 def _own(paths: Iterable[Path]) -> list[Path]:
-    """Those that may be removed: folders, but no links to folders."""
+    """Return the paths that may be removed: folders, but not links to folders."""
     return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; what an interruption leaves does not look like one."""
+    """Remove a checkpoint, renamed first, so that an interruption leaves no partial checkpoint."""
     shutil.rmtree(_set_aside(path))
 
 

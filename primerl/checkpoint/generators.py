@@ -1,4 +1,4 @@
-"""The states of random number generators."""
+"""Saving and restoring the states of random number generators."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def generator_states() -> dict[str, Tensor | str]:
-    """Of torch (CPU, and this rank's GPU), numpy's global generator and Python's."""
+    """Return the states of torch's generators (CPU and this rank's GPU), numpy's and Python's."""
     kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     states: dict[str, Tensor | str] = {
         "torch": torch.get_rng_state(),
@@ -25,7 +25,7 @@ def generator_states() -> dict[str, Tensor | str]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Restore what ``generator_states`` returned."""
+    """Restore the states that ``generator_states`` returned."""
     version, internal, gauss = json.loads(states["python"])
     random.setstate((version, tuple(internal), gauss))
     kind, key, position, has_gauss, normal = json.loads(states["numpy"])
@@ -36,7 +36,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 
 def reseed_generators(states: Mapping[str, Any], rank: int) -> None:
-    """Seed each rank's generators from the state of the saved run's rank 0."""
+    """Seed this rank's generators from its number and the saved state of rank 0."""
     seed = xxhash.xxh3_64(bytes(states["torch"].numpy()), seed=rank).intdigest() >> 1
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a model and its optimizers, however they are sharded."""
+"""Loading of a checkpoint into a model and its optimizers, with any sharding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from primerl._common.files import member
 from primerl.checkpoint.folders import rank_file
 from primerl.checkpoint.generators import reseed_generators, set_generators
-from primerl.checkpoint.pieces import Piece, read_pieces
+from primerl.checkpoint.rank_files import TensorPiece, read_pieces
 from primerl.checkpoint.reading import read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
@@ -25,10 +25,14 @@ def load(
     rank: int,
     world_size: int,
 ) -> int:
-    """Set all of them to what was saved, and return its step; refuses what does not fit."""
+    """Load a checkpoint into model, optimizers, schedule and generators, and return its step.
+
+    Raises:
+        ValueError: the checkpoint does not fit them, or is damaged.
+    """
     manifest = read_manifest(folder)
     state = read_state(folder, manifest)
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     notes = []
     for number in range(manifest.world_size):
         rank_pieces, rank_notes = read_pieces(member(folder, rank_file(number)))
@@ -40,7 +44,7 @@ def load(
     if unknown:
         raise ValueError(
             f"the checkpoint does not fit: the model has no {unknown[0].removeprefix('model/')}, "
-            f"which was saved, with {len(unknown) - 1} more that it lacks"
+            f"which was saved ({len(unknown) - 1} more saved tensors are missing too)"
         )
     optimizer_names = [name for name in names if name.startswith("optimizer/")]
     tensors |= prepare_optimizers(model, optimizers, state.optimizer, optimizer_names)
@@ -57,7 +61,7 @@ def load(
 
 
 def _set_generators(
-    pieces: Sequence[Piece], notes: Sequence[dict[str, str]], *, rank: int, as_many: bool
+    pieces: Sequence[TensorPiece], notes: Sequence[dict[str, str]], *, rank: int, as_many: bool
 ) -> None:
     source = rank if as_many else 0
     prefix = f"rank-{source}/"

@@ -1,4 +1,4 @@
-"""Reading checkpoints: the last undamaged one, and what is in it."""
+"""Reading of checkpoints: finding the last undamaged one, and its manifest and values."""
 
 import json
 import logging
@@ -14,13 +14,13 @@ from primerl._common.digests import digest_of_file
 from primerl._common.files import member
 from primerl.checkpoint import folders
 from primerl.checkpoint.folders import MANIFEST, STATE
-from primerl.checkpoint.pieces import FileRecord
+from primerl.checkpoint.rank_files import FileRecord
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True):
-    """The contents of a checkpoint."""
+    """The manifest of a checkpoint: its step, number of ranks, and files with digests."""
 
     format: int
     step: int
@@ -29,14 +29,14 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """What rank 0 saves beside tensors."""
+    """The training state and values that rank 0 saves beside tensors."""
 
     step: int
     optimizer: dict[str, Any]
     schedule: Any
     values: dict[str, Any]
     bytes: dict[str, str]
-    """Names of files, by the names of what they hold."""
+    """Names of the files of values that are bytes, by the values' names."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -44,38 +44,37 @@ class Saved:
     """An undamaged checkpoint, or the start of a new run: see ``last_good``."""
 
     folder: Path | None = None
-    """Where it is; None for a new run."""
+    """Folder of the checkpoint; None for a new run."""
     step: int = 0
-    """Policy steps taken when it was saved."""
+    """Number of policy steps taken when it was saved."""
     world_size: int = 0
-    """Ranks that saved it."""
+    """Number of ranks that saved it."""
     values: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
-    """Whatever rank 0 gave ``Checkpoints.save``, in JSON's types or as bytes."""
+    """Values that rank 0 gave ``Checkpoints.save``, as bytes or JSON's types."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value that was saved under this name, or ``default``."""
+        """Return the value that was saved under this name, or ``default``."""
         return self.values.get(name, default)
 
 
 def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> Saved:
-    """The last undamaged checkpoint of a run.
+    """Find the last undamaged checkpoint of a run.
 
         saved = checkpoint.last_good("runs/mine")
         rollouts = rollout.worker(..., state=saved.get("worker"))
 
-    A checkpoint that is damaged, or lacks a file, is named in a warning, and the one before it is
-    taken. It can be called before the ranks connect, by rank 0 alone.
+    A checkpoint that is damaged or incomplete is skipped with a warning, and the one before it is
+    tried. Rank 0 alone can call this, before the ranks connect.
 
     Args:
-        folder: of the run; its ``checkpoints`` are looked at. None for a new run: the result has no
-            folder, and step 0.
-        verify: whether every file is read and compared with its digest, instead of its size alone:
-            a few seconds for each 10 GB, in one process.
+        folder: the folder of the run, which holds ``checkpoints``. None for a new run: the result
+            has no folder, and step 0.
+        verify: read every file and compare its digest, which takes a few seconds per 10 GB, in one
+            process. False compares only sizes.
 
     Raises:
-        ValueError: there is no such folder, it has no checkpoint, or none that is whole; the
-            message names each, and what is wrong with it. A run that was meant to be resumed never
-            starts from step 0.
+        ValueError: there is no such folder, it has no checkpoint, or all are damaged; the message
+            lists each damage. A run that should be resumed never starts from step 0 instead.
     """
     if folder is None:
         return Saved()
@@ -94,21 +93,21 @@ def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> 
         logger.info("resuming from %s", path)
         return saved
     raise ValueError(
-        f"none of the {len(found)} checkpoint(s) in {inside} is whole, so the run cannot be "
-        f"resumed ({'; '.join(damages)}). Restore one of these folders from a copy; to train anew "
+        f"none of the {len(found)} checkpoint(s) in {inside} is undamaged, so the run cannot be "
+        f"resumed ({'; '.join(damages)}). Restore one of these folders from a copy; to start again "
         "from step 0, choose another run folder"
     )
 
 
 def _why_none(run: Path, inside: Path) -> str:
     if not run.is_dir():
-        return f"there is no folder {run} to resume from; to begin a run there, do not resume"
+        return f"there is no folder {run} to resume from; to start a new run, do not resume"
     remains = sorted(path.name for path in inside.glob("step-*"))
-    left = f"; {inside} has only {', '.join(remains)}, of interrupted saves" if remains else ""
+    left = f"; {inside} has only {', '.join(remains)} from interrupted saves" if remains else ""
     return (
         f"{run} has no checkpoint to resume from (no {inside / 'step-NNNNNNNN'}){left}. If this is "
-        "the wrong folder, pass that of the run; to begin a run, do not resume, and choose a "
-        "folder that holds none"
+        "the wrong folder, pass the folder of the run; to start a new run, do not resume, and "
+        "choose a folder without a run"
     )
 
 
@@ -119,9 +118,9 @@ def _read(path: Path, *, verify: bool) -> Saved:
         if not file.is_file():
             raise ValueError(f"{name} is missing")
         if file.stat().st_size != record.size:
-            raise ValueError(f"{name} has {file.stat().st_size} bytes of {record.size}")
+            raise ValueError(f"{name} has {file.stat().st_size} bytes, expected {record.size}")
         if verify and digest_of_file(file) != record.digest:
-            raise ValueError(f"{name} is damaged: its digest is not that of the manifest")
+            raise ValueError(f"{name} is damaged: its digest is not the one in the manifest")
     state = read_state(path, manifest)
     values = dict(state.values)
     values |= {name: member(path, file).read_bytes() for name, file in state.bytes.items()}
@@ -129,7 +128,11 @@ def _read(path: Path, *, verify: bool) -> Saved:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint; refuses one that is damaged, or of another step."""
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        ValueError: the manifest is missing, damaged, or of another step.
+    """
     if path.is_symlink():
         raise ValueError("it is a symbolic link, expected a folder")
     file = member(path, MANIFEST)
@@ -151,7 +154,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
     except ValueError as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
     if manifest.step != folders.step_of(path):
-        raise ValueError(f"{MANIFEST} is of step {manifest.step}")
+        raise ValueError(f"{MANIFEST} is of another step, {manifest.step}")
     ranks = {name for name in manifest.files if name.startswith("rank-")}
     if len(ranks) != manifest.world_size:
         raise ValueError(f"{MANIFEST} has files of {len(ranks)} ranks of {manifest.world_size}")
@@ -161,10 +164,14 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
 
 def read_state(path: Path, manifest: CheckpointManifest) -> State:
-    """What rank 0 saved beside tensors; refuses names of files that are not in the manifest."""
+    """Read the training state and values that rank 0 saved beside tensors.
+
+    Raises:
+        ValueError: they can't be read, or name a file that is not in the manifest.
+    """
     file = member(path, STATE)
     try:
-        # Not msgspec's own decoder, which knows no infinite numbers.
+        # json.loads, because msgspec's decoder does not accept infinite numbers.
         state = msgspec.convert(json.loads(file.read_bytes()), type=State)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{STATE} cannot be read: {error!r}") from None

@@ -1,7 +1,7 @@
-"""Which rectangles of which tensors this rank writes and reads, by DCP's planners.
+"""The blocks of tensors that each rank writes and reads, found by PyTorch DCP's planners.
 
-``torch.distributed.checkpoint`` knows where the shards of DTensors lie, of FSDP2, of experts and
-of both at once. Its storage is not used: its metadata and its plain values are pickles.
+``torch.distributed.checkpoint`` (DCP) supports all layouts of DTensors: FSDP2, sharded experts, and
+both at once. Its storage is not used, because it pickles metadata and plain values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,11 +19,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from primerl.checkpoint.pieces import Piece
+from primerl.checkpoint.rank_files import TensorPiece
 
 
-def my_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """What this rank writes, without a copy: its shards; on rank 0 also what is replicated."""
+def my_pieces(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
+    """Return the blocks that this rank writes, as views.
+
+    These are its shards, without copies that another rank writes. Rank 0 also writes plain tensors.
+    """
     mine = {name: tensor.detach() for name, tensor in tensors.items() if _writes(name, tensor)}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(mine)
@@ -33,7 +36,7 @@ def my_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
         assert described is not None
         assert isinstance(values, Tensor)
         if values.numel() or not mine[item.index.fqn].numel():
-            piece = Piece(
+            piece = TensorPiece(
                 name=item.index.fqn,
                 shape=tuple(described.size),
                 offsets=tuple(described.chunk.offsets),
@@ -55,8 +58,12 @@ def _writes(name: str, tensor: Tensor) -> bool:
     return not any(index for index, placement in copies if placement.is_replicate())
 
 
-def whole_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
-    """The tensors that pieces make up; refuses one of which a part is missing."""
+def whole_shapes(pieces: Iterable[TensorPiece]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors that pieces form.
+
+    Raises:
+        ValueError: elements of a tensor are missing.
+    """
     shapes, held = {}, dict[str, dict[tuple[int, ...], int]]()
     for piece in pieces:
         shapes[piece.name] = piece.shape
@@ -64,13 +71,17 @@ def whole_shapes(pieces: Iterable[Piece]) -> dict[str, tuple[int, ...]]:
     for name, shape in shapes.items():
         found, expected = sum(held[name].values()), torch.Size(shape).numel()
         if found != expected:
-            raise ValueError(f"{name}: {found} of its {expected} elements were saved")
+            raise ValueError(f"{name}: only {found} of its {expected} elements were saved")
     return shapes
 
 
-def fill(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
-    """Set tensors, or this rank's shards of them, to what was saved; all of them, or none."""
-    saved: dict[str, dict[tuple[int, ...], Piece]] = {}
+def fill(tensors: Mapping[str, Tensor], pieces: Iterable[TensorPiece]) -> None:
+    """Copy saved values into tensors, or into this rank's shards of them.
+
+    Raises:
+        ValueError: a tensor was not saved, or has another shape or dtype. No tensor has changed.
+    """
+    saved: dict[str, dict[tuple[int, ...], TensorPiece]] = {}
     for piece in pieces:
         saved.setdefault(piece.name, {})[piece.offsets] = piece
     wrong = [
@@ -105,7 +116,7 @@ def fill(tensors: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
             planner.resolve_tensor(item).copy_(source)
 
 
-def _misfit(name: str, tensor: Tensor, saved: Mapping[tuple[int, ...], Piece] | None) -> str:
+def _misfit(name: str, tensor: Tensor, saved: Mapping[tuple[int, ...], TensorPiece] | None) -> str:
     if not saved:
         return f"{name} was not saved"
     piece = next(iter(saved.values()))

@@ -1,4 +1,4 @@
-"""The tensors and numbers of a model and its optimizers, by name."""
+"""The state of a model and its optimizers as named tensors and JSON values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from primerl._common.ranks import saved_tensors
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers as ``model/NAME``; one with two names is listed once."""
+    """Return parameters and saved buffers as ``model/NAME``; shared tensors once."""
     return {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
 
 
 def optimizer_state(
     model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors as ``optimizer/PARAMETER/NAME``, and what else there is, in JSON's types."""
+    """Return the state's tensors as ``optimizer/PARAMETER/NAME``, and the rest as JSON values."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -46,10 +46,11 @@ def prepare_optimizers(
     saved: Mapping[str, Any],
     names: Iterable[str],
 ) -> dict[str, Tensor]:
-    """Set the optimizers' numbers, and return the tensors that are to be filled, by name.
+    """Set the optimizers' numbers, and return the state tensors to load into, by name.
 
-    An optimizer makes its state in its first step; here by one with zero gradients and a learning
-    rate of 0. What was not saved, such as the state of experts that never got a token, is removed.
+    An optimizer creates its state in its first step, so a step with zero gradients and a learning
+    rate of 0 is made here. State that was not saved, such as of experts that never got a token, is
+    removed.
     """
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = list(_groups(optimizers))
@@ -57,10 +58,10 @@ def prepare_optimizers(
     there = [group["params"] for group in saved["groups"]]
     if here != there:
         odd = sorted({n for group in here for n in group} ^ {n for group in there for n in group})
-        what = f"{odd[0]} is in only one of them" if odd else "parameters are grouped otherwise"
+        what = f"{odd[0]} is in only one of them" if odd else "parameters are grouped differently"
         raise ValueError(
-            f"the checkpoint does not fit the optimizer: {len(there)} group(s) of parameters were "
-            f"saved, there are {len(here)}; {what}"
+            f"the checkpoint does not fit the optimizer: {len(there)} parameter group(s) were "
+            f"saved, the optimizer has {len(here)}; {what}"
         )
     kept = {name.removeprefix("optimizer/").rpartition("/")[0] for name in names}
     kept |= saved["numbers"].keys()
@@ -108,7 +109,7 @@ def _name(names: Mapping[int, str], parameter: Tensor) -> str:
     if id(parameter) not in names:
         raise ValueError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
-            "model's; make the optimizer after parallel.shard, of model.parameters()"
+            "model's; create the optimizer after parallel.shard, from model.parameters()"
         )
     return names[id(parameter)]
 
@@ -117,8 +118,8 @@ def _require_whole(what: str, value: Tensor, parameter: Tensor) -> None:
     sharded = isinstance(parameter, DTensor) and value.ndim > 0
     if sharded and not isinstance(value, DTensor) and value.shape != parameter.shape:
         raise ValueError(
-            f"{what} is this rank's part, of shape {tuple(value.shape)}, of what belongs to a "
-            f"sharded parameter of shape {tuple(parameter.shape)}; keep it as a DTensor"
+            f"{what} is a plain tensor of shape {tuple(value.shape)}, this rank's part of the "
+            f"state of a sharded parameter of shape {tuple(parameter.shape)}; make it a DTensor"
         )
 
 

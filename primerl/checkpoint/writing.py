@@ -1,4 +1,4 @@
-"""Writing a checkpoint on all ranks, immediately or in a thread of each."""
+"""Writing of a checkpoint by all ranks, immediately or in a background thread on each."""
 
 import logging
 import shutil
@@ -15,31 +15,31 @@ from torch import Tensor
 
 from primerl._common.ranks import on_every_rank
 from primerl.checkpoint import folders
-from primerl.checkpoint.pieces import Piece, write_file, write_pieces
+from primerl.checkpoint.rank_files import TensorPiece, write_file, write_pieces
 
 logger = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class TakenSnapshot:
+class RankCheckpoint:
     """The part of a checkpoint that one rank writes."""
 
     step: int
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     notes: Mapping[str, str]
-    """For the header of its file."""
+    """Text for the header of the rank's file."""
     files: Mapping[str, bytes]
-    """That rank 0 writes besides: contents by name."""
+    """Contents of further files that rank 0 writes, by name."""
 
 
 class Staging:
-    """Copies of tensors in the host's memory, which is reused each time."""
+    """Host memory for copies of tensors, reused from one save to the next."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
-    def copied(self, pieces: list[Piece]) -> list[Piece]:
-        """Copies of the pieces, unchanged until the next call."""
+    def copied(self, pieces: list[TensorPiece]) -> list[TensorPiece]:
+        """Copy the pieces to host memory; the copies are overwritten by the next call."""
         memory = {}
         for piece in pieces:
             key, values = (piece.name, piece.offsets), piece.values
@@ -74,31 +74,35 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def start(self, snapshot: TakenSnapshot) -> None:
-        """Write in a thread."""
+    def start(self, snapshot: RankCheckpoint) -> None:
+        """Write a checkpoint in a background thread."""
         self._thread = threading.Thread(
             target=self._write_noting, args=[snapshot], name="primerl-checkpoint", daemon=True
         )
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the save that ``start`` began, and raise its error."""
+        """Wait for the save that ``start`` began, and raise its error.
+
+        Raises:
+            RuntimeError: the save failed, or took longer than the timeout.
+        """
         if self._thread is not None:
             self._thread.join(self._timeout_s)
             if self._thread.is_alive():
-                raise RuntimeError(f"a checkpoint was not written within {self._timeout_s:.0f} s")
+                raise RuntimeError(f"saving a checkpoint took longer than {self._timeout_s:.0f} s")
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise RuntimeError(f"an earlier checkpoint could not be saved: {error}") from error
 
     def abandon(self, patience_s: float) -> None:
-        """Wait a little for the save that ``start`` began, in a process that ends with an error."""
+        """Wait at most ``patience_s`` for the save that ``start`` began, ignoring its errors."""
         if self._thread is not None:
             self._thread.join(patience_s)
 
-    def write(self, snapshot: TakenSnapshot) -> None:
-        """Write this rank's files; with all ranks' on the disk, rank 0 commits the checkpoint."""
+    def write(self, snapshot: RankCheckpoint) -> None:
+        """Write this rank's files; once all ranks' files are on the disk, rank 0 commits them."""
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
         partial = target.with_name(f"{target.name}.partial")
@@ -107,8 +111,8 @@ class Writer:
         on_every_rank(lambda: self._publish(partial, target, snapshot.step, written), self._group)
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
-    def _write_noting(self, snapshot: TakenSnapshot) -> None:
-        self._error = RuntimeError("its thread ended with an error, whose traceback was printed")
+    def _write_noting(self, snapshot: RankCheckpoint) -> None:
+        self._error = RuntimeError("the saving thread failed; its traceback was printed")
         try:
             self.write(snapshot)
         except (RuntimeError, ValueError) as error:
@@ -121,8 +125,8 @@ class Writer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    def _write_files(self, partial: Path, snapshot: TakenSnapshot) -> dict[str, Any]:
-        partial.mkdir(exist_ok=True)  # a file system of many hosts may not show it here yet
+    def _write_files(self, partial: Path, snapshot: RankCheckpoint) -> dict[str, Any]:
+        partial.mkdir(exist_ok=True)  # a network filesystem may not show the folder here yet
         name = folders.rank_file(self._rank)
         record = write_pieces(partial / name, snapshot.pieces, snapshot.notes)
         records = {name: attrs.asdict(record)}

@@ -1,10 +1,10 @@
-"""Conversations on disk, and the training samples that supervised fine-tuning makes of them.
+"""Conversations on disk, and their training samples for supervised fine-tuning.
 
     stream = rollout.Shuffled(data.Conversations("chats.jsonl"), seed=0)
     sample = data.training_sample(stream.draw(), tokenizer, max_tokens=4096)
 
-The streams of ``rollout`` shuffle and mix them, and save and restore the position. This package
-loads no torch.
+The streams of ``rollout`` shuffle and mix conversations, and save and restore the position. This
+package does not load torch.
 """
 
 from primerl.data.chat_templates import marked_text, training_sample

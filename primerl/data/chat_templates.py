@@ -1,4 +1,4 @@
-"""Conversations as tokens, exactly as rollouts would hold them, with a mask of the replies."""
+"""Conversion of conversations to the tokens of an equal rollout, with a mask of the replies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -20,32 +20,34 @@ def training_sample(
     replies: Literal["all", "last"] = "all",
     too_long: Literal["raise", "skip", "cut"] = "raise",
 ) -> TrainingSample | None:
-    """A conversation as one sequence whose loss mask is set at the assistant's tokens.
+    """Convert a conversation to one sequence whose loss mask is set at the assistant's tokens.
 
-    The tokens are those of a rollout in which the policy had sampled the replies: the chat
+    The tokens are those of a rollout in which the policy had sampled the replies. The chat
     template's text up to a reply is tokenized by itself, then the reply, then the one stop token
-    that ends it, which is trained too; the next turn's text continues from there. A template is
-    refused where that is not exact. Logprobs and versions are 0 and advantages 1 at trained tokens.
+    that ends the reply, which is trained too; then follows the text of the next turn. If a template
+    does not allow this exactly, it is refused. At trained tokens, logprobs and versions are 0, and
+    advantages are 1.
 
     Args:
         conversation: ``messages`` and, optionally, ``tools`` and ``id`` (with which errors begin),
-            as of ``Conversations``.
+            as ``Conversations`` returns them.
         tokenizer: a Hugging Face tokenizer with a chat template.
-        max_tokens: the most tokens of the sequence: the context of the model.
-        stop_token_ids: what ends a reply, besides the tokenizer's ``eos_token_id``, as
-            ``models.stop_token_ids`` gives them.
-        replies: which ones are trained. Templates of reasoning models drop the reasoning of earlier
-            replies, so that only the last one of a conversation is as the policy would sample it.
-        too_long: what becomes of a longer conversation: an error; None (``skip``); or its
-            first ``max_tokens`` tokens (``cut``), or None if no reply begins within them.
+        max_tokens: the maximum length of the sequence: the context length of the model.
+        stop_token_ids: tokens that end a reply, besides the tokenizer's ``eos_token_id``, as
+            ``models.stop_token_ids`` returns them.
+        replies: which replies are trained. Templates of reasoning models drop the reasoning of
+            earlier replies, so that only the last reply is rendered as the policy would sample it.
+        too_long: what to do with a longer conversation: raise an error (``raise``), return None
+            (``skip``), or keep its first ``max_tokens`` tokens (``cut``; None if they hold no part
+            of a reply).
 
     Raises:
-        ValueError: a choice is unknown; the conversation is longer than ``max_tokens`` with
-            ``too_long="raise"``, has no reply, or begins with one; the tokenizer has no template,
-            or one that raises; or the replies can't be told from the template's text: it renders
-            earlier messages otherwise once others follow, changes the prompt when the reply is
-            there, leaves out a part of a reply, or ends it with no stop token; or a reply has a
-            stop token inside.
+        ValueError: ``replies`` or ``too_long`` is unknown; the conversation is longer than
+            ``max_tokens`` with ``too_long="raise"``, has no reply, or begins with a reply; the
+            tokenizer has no chat template, or the template raises; the template renders earlier
+            messages differently once others follow, renders the prompt differently once the reply
+            follows, leaves out a part of a reply, or ends it without a stop token; or a reply
+            contains a stop token.
     """
     if replies not in ("all", "last") or too_long not in ("raise", "skip", "cut"):
         raise ValueError(
@@ -80,7 +82,7 @@ def training_sample(
 def marked_text(
     sample: TrainingSample, tokenizer: Any, *, marks: tuple[str, str] = ("⟦", "⟧")
 ) -> str:
-    """A sample's text with what is trained between ``marks``: to be looked at before a run."""
+    """Decode a sample, with trained text between ``marks``, to inspect it before a run."""
     edges = np.flatnonzero(np.diff(sample.loss_mask)) + 1
     text = ""
     for tokens, mask in zip(
@@ -98,7 +100,7 @@ def _tokens_and_mask(
     messages = conversation["messages"]
     places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
-        raise ValueError("no message has the role 'assistant', so nothing can be learned")
+        raise ValueError("no message has the role 'assistant', so there is nothing to train on")
     tokens: list[int] = []
     mask: list[bool] = []
     done = ""  # the text of those tokens
@@ -106,8 +108,8 @@ def _tokens_and_mask(
         prompt = template.prompt(messages[:index])
         if not prompt.startswith(done):
             raise ValueError(
-                f"the chat template renders what comes before messages[{index}] otherwise than it "
-                f"did for an earlier reply ({_difference(done, prompt)}): the policy would have "
+                f"the chat template renders the text before messages[{index}] differently than it "
+                f"did for an earlier reply ({_difference(done, prompt)}), so the policy would have "
                 "seen another conversation; use a template that only appends, or train on "
                 "replies='last'"
             )
@@ -121,14 +123,14 @@ def _tokens_and_mask(
 
 
 @attrs.frozen
-class _Reply:
+class _AssistantTurn:
     text: str
     stop: str
     stop_token_id: int
 
 
 class _Template:
-    """A tokenizer's chat template, and the stop tokens that end replies in it."""
+    """A tokenizer's chat template, with the tools and the stop tokens of a conversation."""
 
     def __init__(self, tokenizer: Any, tools: Any, stop_token_ids: Iterable[int]) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -142,24 +144,28 @@ class _Template:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What the policy sees before its reply."""
+        """Render the text that the policy sees before its reply."""
         if not messages:
-            raise ValueError("messages[0] has the role 'assistant'; expected something to reply to")
+            raise ValueError(
+                "messages[0] has the role 'assistant'; expected a message before a reply"
+            )
         return self._render(messages, add_generation_prompt=True)
 
-    def reply(self, messages: Sequence[Mapping[str, Any]], index: int, prompt: str) -> _Reply:
-        """The reply ``messages[index]`` to ``prompt``, and what stops it."""
+    def reply(
+        self, messages: Sequence[Mapping[str, Any]], index: int, prompt: str
+    ) -> _AssistantTurn:
+        """Render the reply ``messages[index]`` to ``prompt``, and find its stop token."""
         whole = self._render(messages[: index + 1])
         if not whole.startswith(prompt):
             raise ValueError(
-                f"the chat template renders the prompt of messages[{index}] otherwise when the "
-                f"reply follows ({_difference(prompt, whole)}): the policy would have seen another "
-                "prompt; use a template whose generation prompt is how replies begin"
+                f"the chat template renders the prompt of messages[{index}] differently when the "
+                f"reply follows ({_difference(prompt, whole)}), so the policy would have seen "
+                "another prompt; use a template whose replies begin with its generation prompt"
             )
         text = whole[len(prompt) :]
         end, stop = self._first_stop(text)
         if not stop:
-            # Some templates end a reply by what opens the next message, such as <|user|>.
+            # Some templates end a reply with the token that starts the next message, as <|user|>.
             next_message = messages[index + 1 : index + 2] or [_next_message(messages[index])]
             longer = self._render([*messages[: index + 1], *next_message])
             end, stop = self._first_stop(longer[len(prompt) :])
@@ -172,35 +178,35 @@ class _Template:
         for part in _parts(messages[index]):
             if self._first_stop(part)[1]:
                 raise ValueError(
-                    f"messages[{index}] has the stop token {self._first_stop(part)[1]!r} inside, "
+                    f"messages[{index}] contains the stop token {self._first_stop(part)[1]!r}, "
                     "where a policy would have stopped; remove it"
                 )
             self._require_rendered(part, messages, index, whole[: len(prompt) + end])
-        return _Reply(text[:end], stop, self._stops[stop])
+        return _AssistantTurn(text[:end], stop, self._stops[stop])
 
     def _require_rendered(
         self, part: str, messages: Sequence[Mapping[str, Any]], index: int, text: str
     ) -> None:
-        """Require that a part of ``messages[index]`` is in the last turn of ``text``."""
+        """Check that a part of ``messages[index]`` is in the last turn of ``text``."""
         before = self._render(messages[:index])
         turn = text[_common_prefix(before, text) :]
-        # Templates strip and add white space.
+        # Compared without white space, which templates strip and add.
         if "".join(part.split()) not in "".join(turn.split()):
             raise ValueError(
                 f"the chat template leaves {part!r:.60} of messages[{index}] out of the reply, "
-                f"{turn!r:.120}: it would not be learned; use a template that renders it, or "
+                f"{turn!r:.120}, so it would not be trained; use a template that renders it, or "
                 "remove it"
             )
 
     def _first_stop(self, text: str) -> tuple[int, str]:
-        """Where the first stop token of ``text`` is, and its text; empty if there is none."""
+        """Return the index and text of the first stop token in ``text``; (-1, "") if none."""
         found = [(text.index(stop), stop) for stop in self._stops if stop in text]
         return min(found, key=lambda place: (place[0], -len(place[1])), default=(-1, ""))
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
     ) -> str:
-        import jinja2  # chat templates are written in it: transformers needs it to render them
+        import jinja2  # installed, because transformers needs it to render chat templates
 
         try:
             text = self._tokenizer.apply_chat_template(
@@ -210,12 +216,14 @@ class _Template:
                 add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+            raise ValueError(
+                f"the chat template raised an error for these messages: {error}"
+            ) from error
         return str(text)
 
 
 def _parts(message: Mapping[str, Any]) -> list[str]:
-    """The texts of a reply that its rendering must hold."""
+    """Return the texts of a reply that its rendering must contain."""
     parts = [message.get(key) for key in ("content", "reasoning_content", "thinking")]
     if isinstance(message.get("content"), list):
         parts += [part.get("text") for part in message["content"] if isinstance(part, Mapping)]
@@ -230,12 +238,12 @@ def _next_message(reply: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _difference(expected: str, found: str) -> str:
-    """Where two texts begin to differ, in a few words."""
+    """Describe where two texts begin to differ."""
     same = _common_prefix(expected, found)
     return f"{expected[same : same + 30]!r} became {found[same : same + 30]!r}"
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

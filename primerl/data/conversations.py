@@ -1,4 +1,4 @@
-"""Conversations in JSONL and Parquet files, read from disk when they are drawn."""
+"""Conversations in JSONL and Parquet files, read from disk when they are accessed."""
 
 import bisect
 import itertools
@@ -18,26 +18,26 @@ _JSON = msgspec.json.Decoder()
 
 
 class Conversations(Sequence[dict[str, Any]]):
-    """The conversations of files and folders, by index; only their places are kept in memory.
+    """A sequence of the conversations in files and folders; memory holds only file offsets.
 
     One conversation is a line of a ``.jsonl`` file or a row of a ``.parquet`` file:
 
         {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
          "tools": [...]}
 
-    ``tools``, the schemas that chat templates take, are optional, and so are ``tool_calls`` of an
-    assistant's message; where they are JSON in a string, they are decoded. Other columns are kept.
-    In Parquet, a null means that the key is absent. Every conversation gets an ``"id"``, the place
-    it was read from, such as ``"chats.jsonl:17"``, unless it has one. All are checked when the
-    files are opened, so that no error waits in the middle of a run.
+    ``tools`` (schemas for the chat template) and the ``tool_calls`` of an assistant's message are
+    optional; if they are strings of JSON, they are decoded. Other columns are kept. In Parquet, a
+    null means that the key is absent. A conversation without ``"id"`` gets its file and line as id,
+    such as ``"chats.jsonl:17"``. All conversations are checked when the files are opened, so that
+    no error occurs in the middle of a run.
 
     Args:
         paths: files, and folders of such files (which are read in the order of their names).
 
     Raises:
         ValueError: a path is neither a file of these kinds nor a folder of such files, a file is
-            empty, or a conversation is malformed: the message begins with its file and line.
-        ImportError: there are Parquet files, and ``datasets`` is not installed.
+            empty, or a conversation is malformed; the message begins with its file and line.
+        ImportError: there are Parquet files, but ``datasets`` is not installed.
     """
 
     def __init__(self, *paths: str | os.PathLike[str]) -> None:
@@ -45,7 +45,7 @@ class Conversations(Sequence[dict[str, Any]]):
         if not files:
             raise ValueError("no files of conversations; pass at least one path")
         self._files = [_open(path) for path in files]
-        # Of each file, the index of the conversation after its last one.
+        # For each file, the index after its last conversation.
         self._ends = list(itertools.accumulate(len(rows) for rows in self._files))
 
     def __len__(self) -> int:
@@ -91,15 +91,15 @@ class _LinesOfJSON:
 
 
 class _RowsOfParquet:
-    """The conversations of a Parquet file, in the memory-mapped copy that ``datasets`` makes."""
+    """The conversations of a Parquet file, read from the memory-mapped copy of ``datasets``."""
 
     def __init__(self, path: Path) -> None:
         datasets = optional.require("datasets", extra="data")
         cache = Path(datasets.config.HF_DATASETS_CACHE)
         if not _can_be_written(cache):
             raise ValueError(
-                f"{path}: a copy of a Parquet file is kept in {cache}, which can't be written: set "
-                "HF_HOME to a folder that can"
+                f"{path}: a copy of the Parquet file goes to {cache}, which can't be written: set "
+                "HF_HOME to a writable folder"
             )
         self._path = path
         self._rows = datasets.Dataset.from_parquet(str(path))
@@ -114,7 +114,7 @@ class _RowsOfParquet:
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made if there is none."""
+    """Create a folder if it is missing, and return whether it is writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -143,7 +143,7 @@ def _kinds() -> str:
 def _open(path: Path) -> _LinesOfJSON | _RowsOfParquet:
     rows = _LinesOfJSON(path) if path.suffix == ".jsonl" else _RowsOfParquet(path)
     if not len(rows):
-        raise ValueError(f"{path}: the file is empty; expected a conversation in each line or row")
+        raise ValueError(f"{path}: the file is empty; expected one conversation per line or row")
     return rows
 
 
@@ -155,12 +155,12 @@ def _decode(text: bytes | str, place: str) -> Any:
 
 
 def _conversation(row: Any, place: str) -> dict[str, Any]:
-    """The checked conversation of a row, with an id, and with what is JSON in strings decoded."""
+    """Check the conversation in a row, add its id, and decode strings of JSON."""
     messages = row.get("messages") if isinstance(row, Mapping) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(
             f"{place}: expected an object with 'messages', a list with at least one message; "
-            f"it is {row!r:.80}"
+            f"found {row!r:.80}"
         )
     conversation = {
         "id": place,
@@ -176,7 +176,7 @@ def _conversation(row: Any, place: str) -> dict[str, Any]:
     if not isinstance(tools, list | None):
         raise ValueError(f"{place}: tools is {tools!r:.80}; expected a list of schemas")
     if not any(message["role"] == "assistant" for message in conversation["messages"]):
-        raise ValueError(f"{place}: no message has the role 'assistant', so nothing can be learned")
+        raise ValueError(f"{place}: no message has the role 'assistant': there is nothing to train")
     return conversation
 
 
@@ -203,7 +203,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
-    """A call whose arguments are an object, as chat templates expect them, and not JSON."""
+    """Check a tool call, and decode arguments of JSON to an object, as chat templates expect."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
@@ -216,7 +216,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the keys that Parquet fills with null where other rows have a value."""
+    """Remove keys that are null, as Parquet fills keys that only other rows have with null."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

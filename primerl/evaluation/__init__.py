@@ -1,4 +1,4 @@
-"""Scores of a policy, and how much of them is chance."""
+"""Scores of a policy, with confidence intervals and paired comparisons."""
 
 from primerl.evaluation.intervals import (
     Comparison,

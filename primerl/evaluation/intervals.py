@@ -1,7 +1,7 @@
-"""How much of a score is chance: pass@k, confidence intervals, and a paired comparison.
+"""Statistics of scores: pass@k, confidence intervals, and a paired comparison.
 
-Tasks are what is sampled: an interval says what other tasks of the same kind would give, and is not
-narrowed by many samples of the same few tasks (arXiv:2411.00640).
+The tasks are regarded as the random sample: an interval says which score other tasks of the same
+kind would give. More rollouts of the same few tasks do not narrow it much (arXiv:2411.00640).
 """
 
 import math
@@ -17,7 +17,7 @@ PERMUTATIONS = 20_000
 
 @attrs.frozen(kw_only=True)
 class Interval:
-    """A mean over tasks, and between which values it lies with a stated confidence."""
+    """A mean over tasks, with its confidence interval from ``low`` to ``high``."""
 
     mean: float
     low: float
@@ -32,7 +32,7 @@ class Interval:
 class Comparison:
     """The mean difference of two results on the same tasks, second minus first.
 
-    ``p_value`` is the probability of a difference at least as large if neither was better.
+    ``p_value`` is the probability of a difference at least as large if neither result was better.
     """
 
     difference: float
@@ -45,7 +45,7 @@ class Comparison:
 def pass_at_k(
     passed: Int64[np.ndarray, " tasks"], samples: Int64[np.ndarray, " tasks"], *, k: int
 ) -> Float64[np.ndarray, " tasks"]:
-    """The probability that one of k samples passes, of each task, without bias.
+    """Return the unbiased estimate of each task's probability that one of k samples passes.
 
         1 - C(n - c, k) / C(n, k)
 
@@ -61,9 +61,9 @@ def pass_at_k(
     """
     fewest = int(samples.min()) if len(samples) else k
     if not 1 <= k <= fewest:
-        raise ValueError(f"k is {k}; expected 1 to {fewest}, the fewest samples")
+        raise ValueError(f"k is {k}; expected 1 to {fewest}, the fewest samples of a task")
     if (passed < 0).any() or (passed > samples).any():
-        raise ValueError("passed is not between 0 and the number of samples")
+        raise ValueError("passed is not between 0 and the number of samples for every task")
     failed = samples - passed
     none_passes = np.ones(len(samples))
     for drawn in range(k):
@@ -72,22 +72,25 @@ def pass_at_k(
 
 
 def share_interval(values: Float64[np.ndarray, " tasks"], *, confidence: float = 0.95) -> Interval:
-    """The interval of a mean of values between 0 and 1, such as pass@k of each task.
+    """Return the interval of a mean of values between 0 and 1, such as pass@k of each task.
 
-    Wilson's score interval with as many trials m as give the variance that is seen,
+    It is Wilson's score interval, with Student's quantile t and as many trials m as explain the
+    observed variance:
 
         m = tasks p (1 - p) / s^2,   s^2 = ((tasks - 1) v + 5 p (1 - p)) / (tasks + 4)
 
-    where p is the mean, v the sample variance of the values, and t Student's quantile. One sample
-    of each task makes m about the number of tasks; several make it larger. The variance is that of
-    tasks + 5 of which five have the largest that p allows, since v is too small by chance where
-    values are nearly all equal. Simulated at 95% over 8 to 200 tasks whose probabilities of passing
-    are beta-distributed, it covers 92 to 99%. It is too narrow where a few tasks are unlike all
-    others and none of these was drawn: of 50 tasks of which 2% never pass and all others do in 99
-    of 100 samples, with 16 samples each, it covers 75%.
+    where p is the mean and v the sample variance of the values. With one sample per task, m is
+    about the number of tasks; with several, it is larger. s^2 is the variance of the tasks and five
+    more that have the largest variance that p allows, because v is too small by chance if nearly
+    all values are equal.
+
+    Simulated at 95% over 8 to 200 tasks with beta-distributed probabilities of passing, it covers
+    92 to 99%. It is too narrow if a few tasks are unlike all others and none of them was drawn: for
+    50 tasks with 16 samples each, drawn from tasks of which 2% never pass and all others pass in 99
+    of 100 samples, it covers 75%.
 
     Raises:
-        ValueError: there are no values, one is not between 0 and 1, or the confidence is not.
+        ValueError: there are no values, a value is not between 0 and 1, or the confidence is not.
     """
     count = _require_values(values, confidence)
     if (values < 0).any() or (values > 1).any():
@@ -104,12 +107,12 @@ def share_interval(values: Float64[np.ndarray, " tasks"], *, confidence: float =
 
 
 def mean_interval(values: Float64[np.ndarray, " tasks"], *, confidence: float = 0.95) -> Interval:
-    """The interval of a mean of any values, such as rewards: ``mean +- t s / sqrt(tasks)``.
+    """Return the interval of a mean of any values, such as rewards: ``mean +- t s / sqrt(tasks)``.
 
-    It is too narrow where few tasks decide the mean; ``share_interval`` mostly is less so.
+    It is too narrow if few tasks decide the mean; ``share_interval`` usually is less so.
 
     Raises:
-        ValueError: there are no values, one is not finite, or the confidence is out of range.
+        ValueError: there are no values, a value is not finite, or the confidence is out of range.
     """
     count = _require_values(values, confidence)
     mean = float(values.mean())
@@ -126,17 +129,18 @@ def compare(
     *,
     confidence: float = 0.95,
 ) -> Comparison:
-    """A paired comparison of two results on the same tasks, in the same order.
+    """Compare two results on the same tasks, given in the same order, as pairs.
 
-    Pairing removes what the tasks differ in, so it sees smaller differences than two intervals do.
-    The p-value is that of a permutation test: the share of random exchanges of the two results of
-    each task whose mean difference is at least as large (all exchanges, where there are few).
+    Pairing removes the differences between tasks, so it detects smaller differences than two
+    separate intervals do. The p-value is that of a permutation test: the share of random exchanges
+    of the two results of each task whose mean difference is at least as large. If there are few
+    exchanges, all are tried.
 
     Raises:
-        ValueError: they have different numbers of tasks, or ``mean_interval`` refuses them.
+        ValueError: the numbers of tasks differ, or ``mean_interval`` refuses the differences.
     """
     if len(first) != len(second):
-        raise ValueError(f"{len(first)} and {len(second)} tasks; expected the same tasks")
+        raise ValueError(f"{len(first)} and {len(second)} tasks; expected the same tasks in both")
     differences = second - first
     interval = mean_interval(differences, confidence=confidence)
     return Comparison(
@@ -149,10 +153,10 @@ def compare(
 
 
 def student_quantile(probability: float, *, freedom: int) -> float:
-    """Student's quantile, by its expansion around the normal one (Abramowitz and Stegun 26.7.5).
+    """Return Student's quantile, from its expansion (Abramowitz and Stegun 26.7.5).
 
-    Exact for 1 and 2 degrees of freedom; from 3 on, off by less than 1% up to a probability of
-    0.995.
+    The expansion is around the normal quantile. The result is exact for 1 and 2 degrees of freedom;
+    from 3 on, it is off by less than 1% up to a probability of 0.995.
     """
     if freedom == 1:
         return math.tan(math.pi * (probability - 0.5))
@@ -178,7 +182,7 @@ def _permutation_p_value(differences: np.ndarray) -> float:
         extra = 0
     else:
         signs = np.random.default_rng(0).choice([-1.0, 1.0], (PERMUTATIONS, count))
-        extra = 1  # what was seen is one of the possible exchanges
+        extra = 1  # the observed assignment is one of the possible exchanges
     sums = np.abs(signs @ differences)
     seen = abs(differences.sum())
     rounding = 1e-12 * np.abs(differences).sum()
@@ -188,7 +192,7 @@ def _permutation_p_value(differences: np.ndarray) -> float:
 
 def _require_values(values: np.ndarray, confidence: float) -> int:
     if not len(values) or not np.isfinite(values).all():
-        raise ValueError(f"expected finite values of at least one task; they are {values!r:.80}")
+        raise ValueError(f"expected finite values of at least one task, got {values!r:.80}")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; expected a number between 0 and 1")
     return len(values)

@@ -1,4 +1,4 @@
-"""Plays as records, and what they say about a policy."""
+"""Records of evaluation rollouts, and the scores of a policy computed from them."""
 
 import math
 from collections import Counter, defaultdict
@@ -17,18 +17,18 @@ from primerl.evaluation.intervals import (
     pass_at_k,
     share_interval,
 )
-from primerl.types import Played, Rollout
+from primerl.types import Outcome, Rollout
 
-CUT_SHORT = ("length", "context")  # how plays end that had no room for more
+CUT_SHORT = ("length", "context")  # stop reasons of rollouts that ran out of tokens or context
 
 
 @attrs.frozen(kw_only=True)
 class Record:
-    """How one play ended, in JSON's types: a line of a file that ``primerl.data`` reads, too.
+    """The outcome of one evaluation rollout, in JSON's types.
 
-    ``reward`` is None where the play ended with an ``error``. ``tokens`` were sampled, and
-    ``seconds`` include retries. ``messages`` and ``tools`` are the rollout's ``conversation``, if
-    it has one.
+    It is a line of a file that ``primerl.data`` reads, too. ``reward`` is None if the rollout ended
+    with an ``error``. ``tokens`` is the number of sampled tokens; ``seconds`` includes retries.
+    ``messages`` and ``tools`` are those of the rollout's ``conversation``, if it has one.
     """
 
     environment: str
@@ -46,16 +46,16 @@ class Record:
 
     @property
     def score(self) -> float:
-        """The reward; 0 where the play ended with an error."""
+        """The reward, or 0 if the rollout ended with an error."""
         return 0.0 if self.reward is None else self.reward
 
     def passed(self, reward: float) -> bool:
-        """Whether the play ended with at least this reward."""
+        """Return whether the rollout ended with at least this reward."""
         return self.reward is not None and self.reward >= reward
 
     @classmethod
-    def of(cls, played: Played, *, environment: str = "") -> "Record":
-        """The record of a play."""
+    def of(cls, played: Outcome, *, environment: str = "") -> "Record":
+        """Return the record of a ``Outcome``."""
         rollout = played.rollout
         conversation = (rollout.conversation if rollout is not None else None) or {}
         return cls(
@@ -75,35 +75,36 @@ class Record:
 
     @classmethod
     def parse(cls, line: Mapping[str, Any]) -> "Record":
-        """The record that ``as_line`` wrote.
+        """Parse the record that ``as_line`` returned.
 
         Raises:
-            ValueError: an entry is missing, or is not what it should be.
+            ValueError: an entry is missing or has the wrong type.
         """
         try:
             return msgspec.convert(dict(line), cls)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{line!r:.80} is no record of a play: {error}") from None
+            raise ValueError(f"{line!r:.80} is no record of a rollout: {error}") from None
 
     def as_line(self) -> dict[str, Any]:
-        """The record as a mapping, in JSON's types."""
+        """Return the record as a mapping, in JSON's types."""
         return attrs.asdict(self)
 
 
 @attrs.frozen(kw_only=True)
 class Scores:
-    """What a policy scored on one environment.
+    """The scores of a policy on one environment.
 
-    ``reward`` is the mean over tasks of each task's mean, and ``pass_at[k]`` that of pass@k. A play
-    that ended with an error counts as a reward of 0 and as not passed; ``errors`` counts them by
-    name. ``tokens`` and ``seconds`` are means over the other plays, ``truncated`` is the share of
-    those that tokens or context cut short, ``stops`` says how they ended, and ``metrics`` are means
-    over those that have them.
+    ``reward`` is the mean over tasks of each task's mean reward, and ``pass_at[k]`` the mean of
+    pass@k. A rollout that ended with an error counts as reward 0 and as not passed; ``errors``
+    counts errors by name. The other fields describe rollouts without an error: ``tokens`` and
+    ``seconds`` are means, ``truncated`` is the share that ran out of tokens or context, ``stops``
+    counts the reasons why they ended, and ``metrics`` has each metric's mean over the rollouts that
+    have it.
     """
 
     environment: str
     tasks: int
-    plays: int
+    rollouts: int
     reward: Interval
     pass_at: dict[int, Interval]
     tokens: float
@@ -117,28 +118,28 @@ class Scores:
 def scores(
     records: Iterable[Record], *, passing_reward: float = 1.0, confidence: float = 0.95
 ) -> dict[str, Scores]:
-    """What a policy scored, by environment, in the order in which they come.
+    """Return the scores of a policy on each environment, in the order in which environments come.
 
-    Where a play was repeated, the last one counts.
+    If a rollout was repeated, the last record counts.
 
-    pass@k is given for k of 1, 2, 4 and so on up to the number of plays that every task has. The
-    intervals are those of ``share_interval``, and of ``mean_interval`` for rewards that are not all
-    between 0 and 1.
+    pass@k is given for k of 1, 2, 4 and so on, up to the number of rollouts that every task has.
+    The intervals are those of ``share_interval``, or of ``mean_interval`` for rewards that are not
+    all between 0 and 1.
 
     Args:
-        records: of any number of environments.
-        passing_reward: the least reward with which a play has passed.
-        confidence: of the intervals.
+        records: records of one or more environments.
+        passing_reward: the least reward with which a rollout passes.
+        confidence: the confidence of the intervals.
 
     Raises:
         ValueError: there are no records.
     """
     found = _by_environment(records)
     if not found:
-        raise ValueError("there are no plays to make scores of")
+        raise ValueError("there are no rollouts to compute scores from")
     return {
-        name: _scores(name, plays, passing_reward=passing_reward, confidence=confidence)
-        for name, plays in found.items()
+        name: _scores(name, rollouts, passing_reward=passing_reward, confidence=confidence)
+        for name, rollouts in found.items()
     }
 
 
@@ -149,17 +150,17 @@ def compare_records(
     passing_reward: float | None = None,
     confidence: float = 0.95,
 ) -> dict[str, Comparison]:
-    """A paired comparison (``compare``) of two results, by environment, on the tasks of both.
+    """Compare two results as pairs (``compare``), by environment, on the tasks that both have.
 
     Args:
-        first: of the one policy.
-        second: of the other: differences are second minus first.
-        passing_reward: compares the shares of plays with at least this reward; by default the
-            rewards.
-        confidence: of the intervals.
+        first: records of one policy.
+        second: records of the other policy; differences are second minus first.
+        passing_reward: compare the shares of rollouts with at least this reward; by default,
+            compare the rewards.
+        confidence: the confidence of the intervals.
 
     Raises:
-        ValueError: they have no task in common.
+        ValueError: the results have no task in common.
     """
     values = [_task_means(records, passing_reward) for records in (first, second)]
     shared = [name for name in values[0] if values[0][name].keys() & values[1].get(name, {}).keys()]
@@ -172,13 +173,13 @@ def compare_records(
 
 
 def _sampled_tokens(rollout: Rollout) -> int:
-    if not rollout.samples:  # an endpoint that takes messages says how many tokens it sampled
+    if not rollout.samples:  # a chat endpoint only reports how many tokens it sampled
         return int(rollout.metrics.get("completion_tokens", 0))
     return sum(int(sample.loss_mask.sum()) for sample in rollout.samples)
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that JSON has."""
+    """Return the metrics that JSON can hold: the finite ones."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -196,13 +197,14 @@ def _compare_tasks(
 def _task_means(
     records: Iterable[Record], passing_reward: float | None
 ) -> dict[str, dict[str, float]]:
-    """What is compared of each task, by environment."""
+    """Return each task's mean score, or its share of passing rollouts, by environment."""
     return {
         name: {
             task: _mean(
-                one.score if passing_reward is None else one.passed(passing_reward) for one in plays
+                one.score if passing_reward is None else one.passed(passing_reward)
+                for one in rollouts
             )
-            for task, plays in _by_task(records).items()
+            for task, rollouts in _by_task(records).items()
         }
         for name, records in _by_environment(records).items()
     }
@@ -212,16 +214,18 @@ def _scores(
     name: str, records: Sequence[Record], *, passing_reward: float, confidence: float
 ) -> Scores:
     tasks = _by_task(records).values()
-    rewards = np.array([_mean(play.score for play in plays) for plays in tasks])
-    passed = np.array([sum(play.passed(passing_reward) for play in plays) for plays in tasks])
-    samples = np.array([len(plays) for plays in tasks])
+    rewards = np.array([_mean(rollout.score for rollout in rollouts) for rollouts in tasks])
+    passed = np.array(
+        [sum(rollout.passed(passing_reward) for rollout in rollouts) for rollouts in tasks]
+    )
+    samples = np.array([len(rollouts) for rollouts in tasks])
     bounded = all(0 <= record.score <= 1 for record in records)
     interval = share_interval if bounded else mean_interval
     ended = [record for record in records if record.error is None]
     return Scores(
         environment=name,
         tasks=len(tasks),
-        plays=len(records),
+        rollouts=len(records),
         reward=interval(rewards, confidence=confidence),
         pass_at={
             k: share_interval(pass_at_k(passed, samples, k=k), confidence=confidence)
@@ -260,7 +264,7 @@ def _mean_metrics(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4 and so on, and ``most`` itself."""
+    """Return 1, 2, 4 and so on up to ``most``, and ``most`` itself."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     return powers if powers[-1] == most else [*powers, most]
 

@@ -9,10 +9,10 @@ from primerl.evaluation.records import Scores
 
 
 def scores_table(scores: Mapping[str, Scores]) -> Any:
-    """A ``rich.table.Table``: for each environment, a row for each measure."""
+    """Return a ``rich.table.Table`` with, for each environment, one row per measure."""
     table = _table("environment", "measure", "mean", "interval")
     for name, one in scores.items():
-        beside = iter([name, f"{one.tasks} tasks", f"{one.plays} plays"])
+        beside = iter([name, f"{one.tasks} tasks", f"{one.rollouts} rollouts"])
         table.add_row(next(beside), "reward", f"{one.reward.mean:.3f}", _bounds(one.reward))
         for k, interval in one.pass_at.items():
             table.add_row(next(beside, ""), f"pass@{k}", f"{interval.mean:.3f}", _bounds(interval))
@@ -20,13 +20,13 @@ def scores_table(scores: Mapping[str, Scores]) -> Any:
         table.add_row("", "seconds", f"{one.seconds:.1f}", "")
         table.add_row("", "cut short", f"{one.truncated:.1%}", "")
         for error, count in one.errors.items():
-            table.add_row("", error, f"{count} plays", "")
+            table.add_row("", error, f"{count} rollouts", "")
         table.add_section()
     return table
 
 
 def comparison_table(comparisons: Mapping[str, Comparison]) -> Any:
-    """A ``rich.table.Table`` with a row for each environment."""
+    """Return a ``rich.table.Table`` with one row per environment."""
     table = _table("environment", "tasks", "difference", "interval", "p-value")
     for name, one in comparisons.items():
         table.add_row(
@@ -44,7 +44,7 @@ def _table(*headings: str) -> Any:
     table = rich.Table(box=require("rich.box", extra="recipes").SIMPLE)
     for index, heading in enumerate(headings):
         number = index and heading not in ("measure", "interval")
-        # On a narrow terminal, only these wrap: measures and numbers stay whole.
+        # On a narrow terminal, only environments and intervals may wrap.
         whole = heading not in ("environment", "interval")
         table.add_column(heading, justify="right" if number else "left", no_wrap=whole)
     return table

@@ -1,8 +1,9 @@
-"""Block-scaled FP8: a trainer that multiplies in the numbers of an FP8 sampler.
+"""Block-scaled FP8 training, with the same quantization as an FP8 sampler.
 
-See ``docs/fp8.md``. ``format`` is the specification, ``quantization`` its arithmetic, ``linear``
-and ``grouped`` the products, ``backends`` what computes them, ``conversion`` puts them into a
-model, and ``checkpoints`` gives the bytes that they multiply with to files and engines.
+See ``docs/fp8.md``. Modules: ``format`` (the specification), ``quantization`` (its arithmetic),
+``linear`` and ``grouped`` (FP8 matrix products), ``backends`` (the kernels that compute them),
+``conversion`` (replaces a model's linear layers) and ``checkpoints`` (writes quantized weights to
+files and engines).
 """
 
 from primerl.fp8.checkpoints import CheckpointQuantizer

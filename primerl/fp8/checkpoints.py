@@ -1,8 +1,8 @@
-"""The bytes that a converted model multiplies with, for files and engines.
+"""Quantized weights of a converted model, for checkpoint files and engines.
 
 The format is that of fine-grained FP8 checkpoints (DeepSeek-V3's, which transformers and vLLM
-load): for each matrix ``NAME``, its FP8 values, and ``NAME_scale_inv``, what they are multiplied
-by.
+load). Each matrix has two tensors: ``NAME``, its FP8 values, and ``NAME_scale_inv``, the scales by
+which the values are multiplied.
 """
 
 from collections.abc import Mapping
@@ -21,23 +21,24 @@ from primerl.fp8.quantization import quantize_weight
 
 
 class CheckpointQuantizer:
-    """Makes each tensor of a checkpoint what the trainer multiplies with.
+    """Quantizer that gives checkpoint tensors the same FP8 values as in the trainer.
 
         quantize = fp8.CheckpointQuantizer(model)
         models.save_pretrained(model, folder, tokenizer=tokenizer, quantize=quantize)
         transport = weights.transport_to(model, engine, quantize=quantize)
 
-    The weights of ``Fp8Linear`` layers become ``q`` and ``NAME_scale_inv``; all others stay.
+    The weights of ``Fp8Linear`` layers, and of experts if given, become FP8 values and scales
+    (``NAME_scale_inv``). All other tensors stay unchanged.
 
     Args:
-        model: converted by ``convert_linears``; sharded or not.
-        experts: what the model's experts are multiplied by; None if they are not in FP8.
-        dtype: that the trainer computes in, ``shard(dtype=...)``: weights are quantized
-            from it. None is the dtype of the parameters.
+        model: a model converted by ``convert_linears``, sharded or not.
+        experts: the ``GroupedMatmul`` of the model's experts; None if they are not in FP8.
+        dtype: the dtype that the trainer computes in, as passed to ``shard(dtype=...)``. Weights
+            are cast to it before they are quantized. None is the dtype of the parameters.
 
     Raises:
         ValueError: the model has nothing in FP8, several formats, blocks that are not square, low-
-            rank adapters, or experts whose blocks a checkpoint would cut.
+            rank adapters, or experts with blocks that a checkpoint would split.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class CheckpointQuantizer:
         self.form = _one_square_form(forms)
         if has_adapters(model):
             raise ValueError(
-                "the model has low-rank adapters: merged with the weights before they are "
-                "quantized, they would give other bytes than the base that the trainer multiplies "
-                'with; publish="adapter" sends the adapter alone'
+                "the model has low-rank adapters: quantizing the merged weights would give values "
+                "that differ from the quantized base weights of the trainer; publish only the "
+                'adapter, with publish="adapter"'
             )
         stacked = expert_modules(model)
         names = {f"{name}.weight" for name in layers}
@@ -71,7 +72,7 @@ class CheckpointQuantizer:
             }
         self.dtype = dtype
         self.parameters = frozenset(names)
-        """Names of the model's parameters that are in FP8."""
+        """Names of the model's parameters that are multiplied in FP8."""
         self._sent = _checkpoint_names(model, self.parameters)
         kept = _others(model, layers) + ([] if experts is not None else list(stacked))
         self.config: dict[str, Any] = {
@@ -81,12 +82,12 @@ class CheckpointQuantizer:
             "weight_block_size": [self.form.block, self.form.block],
             "modules_to_not_convert": kept,
         }
-        """``quantization_config`` of the checkpoint's ``config.json``."""
+        """The ``quantization_config`` entry for the checkpoint's ``config.json``."""
         if self.form.scale == "ue8m0":
             self.config["scale_fmt"] = "ue8m0"
 
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What a checkpoint holds of its tensor ``name``."""
+        """Return the tensors to store for ``name``: itself, or its FP8 values and scales."""
         if name not in self._sent:
             return {name: tensor}
         q, scales = quantize_weight(tensor, block=self.form.block, scale=self.form.scale)
@@ -98,13 +99,13 @@ def _one_square_form(forms: set[Format]) -> Format:
         raise ValueError(
             "the model has nothing in FP8; call fp8.convert_linears first"
             if not forms
-            else f"the model has several formats, {forms}; a checkpoint has one"
+            else f"the model has several FP8 formats, {forms}; a checkpoint can have only one"
         )
     (form,) = forms
     if form.weight_rows != form.block:
         raise ValueError(
-            f"weights are in blocks of {form.weight_rows} x {form.block}; fine-grained FP8 "
-            "checkpoints have square blocks: train in BLOCK_FP8 or BLOCK_FP8_UE8M0"
+            f"weights are in blocks of {form.weight_rows} x {form.block}, but fine-grained FP8 "
+            "checkpoints have square blocks; train in BLOCK_FP8 or BLOCK_FP8_UE8M0"
         )
     return form
 
@@ -116,18 +117,18 @@ def _refuse_cut_blocks(stacked: dict[str, nn.Module], form: Format) -> None:
         module: Any = found
         if module.is_transposed:
             raise ValueError(
-                f"{name} holds its matrices transposed, as no fine-grained FP8 checkpoint does"
+                f"{name} stores its matrices transposed, unlike any fine-grained FP8 checkpoint"
             )
         rows = module.gate_up_proj.shape[1] // 2 if module.has_gate else 0
         if rows % form.block:
             raise ValueError(
-                f"{name} stacks two matrices of {rows} rows, which checkpoints hold apart; a block "
-                f"of {form.block} rows would cross from one to the other, with another scale"
+                f"{name} fuses two matrices of {rows} rows, which checkpoints store separately; a "
+                f"block of {form.block} rows would span both, so the scales would differ"
             )
 
 
 def _checkpoint_names(model: nn.Module, parameters: frozenset[str]) -> frozenset[str]:
-    """What the checkpoint calls these parameters, or their parts."""
+    """Return the names under which the checkpoint stores these parameters, or parts of them."""
     shapes = {
         name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         for name, parameter in model.named_parameters()
@@ -137,7 +138,7 @@ def _checkpoint_names(model: nn.Module, parameters: frozenset[str]) -> frozenset
 
 
 def _others(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Modules with a matrix that is not in FP8, embeddings aside."""
+    """Return the names of modules whose weight matrix is not in FP8, except embeddings."""
     found = []
     for name, module in model.named_modules():
         weight: Any = getattr(module, "weight", None)

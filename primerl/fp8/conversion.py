@@ -1,4 +1,4 @@
-"""Putting FP8 into an unmodified Hugging Face model, by replacing its linear layers."""
+"""Conversion of an unmodified Hugging Face model to FP8, by replacing its linear layers."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ KEPT = frozenset(
         "lm_head",
         "embed_out",
         "score",
-        # Routers choose between near equal scores: rounding would send tokens elsewhere.
+        # Routers choose between nearly equal scores, so rounding would change the choice.
         "gate",
         "router",
         "shared_expert_gate",
@@ -28,13 +28,13 @@ KEPT = frozenset(
         "indexer",
     }
 )
-"""Parts of names that are left as they are by default; norms and embeddings are not linear."""
+"""Name components of linear layers that are not converted by default."""
 
 log = logging.getLogger(__name__)
 
 
 def outside_heads_and_routers(name: str) -> bool:
-    """Whether a linear layer of this name multiplies in FP8 by default."""
+    """Whether the linear layer of this name is converted to FP8 by default."""
     return KEPT.isdisjoint(name.split("."))
 
 
@@ -46,29 +46,31 @@ def convert_linears(
     weight_gradient: WeightGradient = "bf16",
     backend: BackendName = "auto",
 ) -> list[str]:
-    """Replace a model's linear layers by FP8 ones, in place; returns the names of those replaced.
+    """Replace a model's linear layers with ``Fp8Linear`` in place, and return their names.
 
         replaced = fp8.convert_linears(model)
         parallel.shard(parallel.recompute(model), mesh)
 
-    Each is ``y = Q(x) Q(W)^T`` (see ``linear``) over the same parameter, which stays the master
-    weight: names, optimizers and checkpoints don't change. It comes before adapters (whose base
-    then multiplies in FP8), recomputation and sharding. Stacked experts are no linear layers: give
-    ``fp8.GroupedMatmul`` to ``parallel.shard(matmul=...)``.
+    Each layer computes ``y = Q(x) Q(W)^T`` (see ``linear``) from its original parameter, which
+    stays the master weight, so names, optimizers and checkpoints don't change. Call it before
+    adding adapters (whose base layers then multiply in FP8), recomputation and sharding. Stacked
+    experts are not linear layers: for them, pass ``fp8.GroupedMatmul`` to
+    ``parallel.shard(matmul=...)``.
 
     Args:
         model: a Hugging Face model.
-        where: whether to replace the linear layer of a name. By default all but heads, routers and
-            indexers; embeddings and norms are no linear layers.
-        form: of blocks and scales, the one that the sampler uses.
-        weight_gradient: ``"bf16"``, or ``"fp8"`` along tokens.
-        backend: ``"auto"`` takes the fastest that can, and logs which; another name is refused here
-            if it can't multiply on the model's device.
+        where: returns whether to replace the linear layer of a given name. By default, all linear
+            layers except heads, routers and indexers are replaced.
+        form: the format of blocks and scales; use the sampler's.
+        weight_gradient: precision of the weight gradient, ``"bf16"`` or ``"fp8"`` (with blocks
+            along tokens).
+        backend: the backend that multiplies. ``"auto"`` uses the fastest available one and logs its
+            name; any other must support the format on the model's device.
 
     Raises:
-        ValueError: the model is sharded, compiled, adapted, set to recompute, quantized or
-            converted already; the backend can't multiply; a head, whose weight the loss multiplies
-            by itself, is chosen; or nothing is.
+        ValueError: the model is already sharded, compiled, adapted, set to recompute, quantized or
+            converted; the backend can't multiply; ``where`` selects a head, whose weight the loss
+            uses directly, or a layer that shares its weight; or ``where`` selects no layer.
     """
     check_weight_gradient(weight_gradient)
     _refuse_wrong_order(model)
@@ -81,7 +83,7 @@ def convert_linears(
     }
     if not chosen:
         raise ValueError(
-            f"where= chose none of the linear layers of {type(model).__name__}; expected a "
+            f"where= selected none of the linear layers of {type(model).__name__}; expected a "
             "function of a layer's name, such as lambda name: 'mlp' in name"
         )
     _refuse_head(model, chosen)
@@ -105,12 +107,12 @@ def _refuse_wrong_order(model: nn.Module) -> None:
             raise ValueError(f"the model is {what} already; the order is {ORDER}")
     for name, module in modules.items():
         if isinstance(module, Fp8Linear):
-            raise ValueError(f"{name} multiplies in FP8 already; call convert_linears once")
+            raise ValueError(f"{name} already multiplies in FP8; call convert_linears once")
         weight: Any = getattr(module, "weight", None)
         if isinstance(module, nn.Linear) and weight.dtype.itemsize < 2:
             raise ValueError(
-                f"{name} holds {weight.dtype}, which can't be trained; fill an empty model by "
-                "models.load_shards(..., dequantize=fp8.dequantize) instead"
+                f"{name} has dtype {weight.dtype}, which can't be trained; load an empty model "
+                "with models.load_shards(..., dequantize=fp8.dequantize) instead"
             )
 
 
@@ -124,10 +126,10 @@ def _refuse_head(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
         weight: Any = module.weight
         if module is head:
             raise ValueError(
-                f"{name} is the head: loss.model_logprobs multiplies by its weight itself, so it "
-                "would not be in FP8; leave it out in where="
+                f"{name} is the head: loss.model_logprobs multiplies by its weight directly, so "
+                "that product would not be in FP8; exclude the head in where="
             )
         if owners[weight] != f"{name}.weight":
             raise ValueError(
-                f"{name} shares its weight with {owners[weight]}; leave it out in where="
+                f"{name} shares its weight with {owners[weight]}; exclude it in where="
             )

@@ -1,14 +1,14 @@
-"""The specification: how a tensor is divided into blocks, and how a block's scale is made.
+"""Specification of the FP8 formats: blocks, scales and rounding.
 
-For each block of a tensor, in float32 and in this order:
+For each block of a tensor, quantization computes, in float32 and in this order:
 
     amax   = max |x| over the block
     scale  = max(amax, EPSILON) / 448          rounded up to a power of two where it is "ue8m0"
     q      = cast(clamp(x / scale, -448, 448)) to float8_e4m3fn, to nearest, ties to even
 
-That is what vLLM's ``per_token_group_quant_fp8`` computes for activations: a division twice, no
-multiplication by a reciprocal, which rounds otherwise. Blocks at the end of a row or column that
-is no multiple of the block's size are smaller.
+vLLM's ``per_token_group_quant_fp8`` computes the same for activations. Both steps divide:
+multiplying by a reciprocal would round differently. If the block size does not divide a row or
+column, the last block is smaller.
 """
 
 from typing import Literal, Self
@@ -24,7 +24,7 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest value of float8_e4m3fn."""
 EPSILON = 1e-10
-"""The smallest ``amax``: a block of zeros has a scale, and no division is by zero. vLLM's."""
+"""The smallest ``amax``, as in vLLM, so that a block of zeros has a nonzero scale."""
 SCALE_DTYPES: dict[ScaleType, torch.dtype] = {
     "float32": torch.float32,
     "ue8m0": torch.float8_e8m0fnu,
@@ -32,10 +32,10 @@ SCALE_DTYPES: dict[ScaleType, torch.dtype] = {
 
 
 def scale_type(scales: Tensor) -> ScaleType:
-    """What kind of scales these are: their dtype says it, so it travels with them.
+    """Return the scale type, inferred from the dtype of the scales.
 
     Raises:
-        ValueError: they have another dtype.
+        ValueError: no scale type has this dtype.
     """
     for name, dtype in SCALE_DTYPES.items():
         if scales.dtype == dtype:
@@ -48,18 +48,22 @@ def scale_type(scales: Tensor) -> ScaleType:
 
 @attrs.frozen(kw_only=True)
 class Format:
-    """A block-scaled FP8 format: activations in blocks of 1 x ``block``, and weights.
+    """A block-scaled FP8 format.
+
+    Activations are in blocks of 1 x ``block``, and weights in blocks of ``weight_rows`` x
+    ``block``.
 
     Raises:
-        ValueError: a size is below 1, or the scale type is unknown.
+        ValueError: ``block`` is below 1, ``weight_rows`` is neither 1 nor ``block``, or the scale
+            type is unknown.
     """
 
     scale: ScaleType = "float32"
-    """``"float32"``, or ``"ue8m0"``: powers of two, in 8 bits."""
+    """Scale type: ``"float32"``, or ``"ue8m0"`` for powers of two stored in 8 bits."""
     block: int = 128
-    """Elements of a row that share a scale."""
+    """Number of consecutive elements of a row in a block."""
     weight_rows: int = 128
-    """Rows of a weight's block, which has ``block`` columns: ``block`` or 1."""
+    """Number of rows in a weight's block: ``block`` or 1."""
 
     def __attrs_post_init__(self) -> None:
         if self.scale not in SCALE_DTYPES:
@@ -72,60 +76,64 @@ class Format:
 
     @classmethod
     def of_blocks(cls, block: int, *, scale: ScaleType = "float32") -> Self:
-        """Activations in blocks of 1 x ``block`` and weights of ``block`` x ``block``."""
+        """Create a format with activations in 1 x ``block`` and weights in square blocks."""
         return cls(scale=scale, block=block, weight_rows=block)
 
 
 BLOCK_FP8 = Format()
-"""1 x 128 and 128 x 128 with float32 scales: DeepSeek-V3's (arXiv:2412.19437), on Hopper."""
+"""DeepSeek-V3's format (arXiv:2412.19437), for Hopper: activations in 1 x 128 blocks and weights in
+128 x 128, with float32 scales."""
 BLOCK_FP8_UE8M0 = Format(scale="ue8m0")
-"""The same blocks with powers of two as scales, on Blackwell."""
+"""The blocks of ``BLOCK_FP8`` with power-of-two scales, for Blackwell."""
 MXFP8 = Format(scale="ue8m0", block=32, weight_rows=1)
-"""1 x 32 for both, with powers of two: the microscaling format (arXiv:2310.10537), rounded up."""
+"""The microscaling format (arXiv:2310.10537): activations and weights in 1 x 32 blocks, with scales
+rounded up to powers of two."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Quantized:
-    """A matrix, or one for each expert, in FP8, with its scales: an operand of a product.
+    """An FP8 matrix, or one per expert, with its scales: an operand of a matrix product.
 
     Raises:
-        ValueError: the values are no FP8, or the scales are of another type or number than blocks.
+        ValueError: the values are not FP8, the scales have an unknown dtype, or their shape is not
+            that of the blocks.
     """
 
     values: Float[Tensor, "*e m k"]
     scales: Shaped[Tensor, "*e m_blocks k_blocks"]
     rows: int
-    """Rows of a block."""
+    """Number of rows in a block."""
     block: int
-    """Columns of a block."""
+    """Number of columns in a block."""
 
     def __attrs_post_init__(self) -> None:
         if self.values.dtype != FP8:
-            raise ValueError(f"values are {self.values.dtype}; expected {FP8}, as quantize makes")
+            raise ValueError(f"values are {self.values.dtype}; expected {FP8}, as from quantize")
         scale_type(self.scales)
         *experts, m, k = self.values.shape
         expected = (*experts, -(-m // self.rows), -(-k // self.block))
         if tuple(self.scales.shape) != expected:
             raise ValueError(
-                f"scales have shape {tuple(self.scales.shape)}; values of shape "
-                f"{tuple(self.values.shape)} in blocks of {self.rows} x {self.block} have "
-                f"{expected}: were they transposed, or made with another block?"
+                f"scales have shape {tuple(self.scales.shape)}, but values of shape "
+                f"{tuple(self.values.shape)} in blocks of {self.rows} x {self.block} need "
+                f"{expected}: were they transposed, or quantized with another block size?"
             )
 
     @property
     def scale(self) -> ScaleType:
-        """The type of the scales."""
+        """Scale type: ``"float32"`` or ``"ue8m0"``."""
         return scale_type(self.scales)
 
     def transposed(self) -> "Quantized":
-        """The transposed matrix, of the same bytes: square blocks stay blocks.
+        """Return the transposed matrix, with the same FP8 values and scales.
 
         Raises:
-            ValueError: blocks are not square.
+            ValueError: the blocks are not square.
         """
         if self.rows != self.block:
             raise ValueError(
-                f"blocks of {self.rows} x {self.block} are not square; quantize the transpose"
+                f"blocks of {self.rows} x {self.block} are not square, so the matrix can't be "
+                "transposed; quantize the transpose instead"
             )
         return Quantized(
             values=self.values.transpose(-1, -2),

@@ -1,8 +1,8 @@
-"""The matrices of a layer's experts in FP8: what ``parallel.divide_experts`` multiplies with.
+"""Grouped FP8 matrix products for a layer's experts.
 
-Rows are sorted by expert. Forward pass and data gradient are products of groups of rows with one
-matrix each; the gradient of a matrix sums over the rows of its group, so blocks along tokens begin
-anew with each group.
+Rows are sorted by expert. The forward pass and the data gradient multiply each group of rows by the
+matrix of its expert. The gradient of a matrix sums over the rows of its group, so the blocks along
+tokens restart with each group.
 """
 
 from typing import Any
@@ -28,20 +28,22 @@ from primerl.fp8.quantization import activations, weight
 
 @attrs.frozen(kw_only=True)
 class GroupedMatmul:
-    """Multiplies rows sorted by expert with each expert's matrix, in FP8.
+    """Multiply rows, sorted by expert, by each expert's matrix in FP8.
 
         parallel.shard(model, mesh, matmul=fp8.GroupedMatmul())
 
-    The formulas of ``Fp8Linear``, for each group of rows.
+    The formulas are those of ``Fp8Linear``, applied to each group of rows.
 
     Raises:
-        ValueError: ``weight_gradient`` is neither.
+        ValueError: ``weight_gradient`` is not ``"bf16"`` or ``"fp8"``.
     """
 
     form: Format = BLOCK_FP8
+    """The format of blocks and scales."""
     weight_gradient: WeightGradient = "bf16"
-    """``"bf16"`` or ``"fp8"``."""
+    """Precision of the weight gradient: ``"bf16"`` or ``"fp8"``."""
     backend: BackendName = "auto"
+    """The backend that multiplies."""
 
     def __attrs_post_init__(self) -> None:
         check_weight_gradient(self.weight_gradient)
@@ -52,16 +54,16 @@ class GroupedMatmul:
         weights: Float[Tensor, "e i o"],
         ends: Int[Tensor, " e"],
     ) -> Float[Tensor, "n o"]:
-        """Rows up to ``ends[0]`` times the first matrix, from there to ``ends[1]`` the second...
+        """Multiply rows up to ``ends[0]`` by the first matrix, up to ``ends[1]`` by the second, ...
 
         Raises:
-            ValueError: ``ends`` fall, or don't end at the last row.
+            ValueError: ``ends`` decrease, or don't end at the last row.
         """
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weights = x.to(dtype), weights.to(dtype)
         backend = require_backend(self.backend, self.form, x.device)
-        # As checkpoints have them, [e, o, i]: blocks are the same either way round, if square.
+        # [e, o, i], as in checkpoints; the transpose has the same blocks if they are square.
         w = weights.transpose(1, 2)
         y: Tensor = _Grouped.apply(  # type: ignore[no-untyped-call]
             x, w, ends, self.form, self.weight_gradient, backend
@@ -106,7 +108,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def _weight_gradient(ctx: Any, dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dy^T x`` of one expert's rows: ``[o, i]``."""
+    """Compute ``dy^T x``, shape ``[o, i]``, from the rows of one expert."""
     if ctx.weight_gradient == "bf16":
         return product_of_16_bits(dy.t(), x, dtype=dtype)
     product: Tensor = ctx.backend.multiply(

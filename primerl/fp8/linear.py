@@ -1,11 +1,11 @@
 """A linear layer that multiplies in FP8, with its gradients.
 
     y  = Q(x)  Q(W)^T          activations 1 x 128, weight 128 x 128
-    dx = Q(dy) Q(W)            the same bytes of the weight, if its blocks are square
+    dx = Q(dy) Q(W)            the forward pass's quantized weight, if its blocks are square
     dW = dy^T x                in bfloat16; or Q(dy^T) Q(x^T)^T, both 1 x 128 along tokens
 
-The parameter is the master weight, in 32 or 16 bits. It is quantized again in the backward pass:
-sharding (FSDP2) frees gathered weights in between, and the bytes come out the same.
+The parameter is the master weight, in 32 or 16 bits. It is quantized again in the backward pass,
+because sharding (FSDP2) frees gathered weights in between; the result is the same.
 """
 
 from typing import Any, Literal
@@ -24,13 +24,13 @@ WEIGHT_GRADIENTS = ("bf16", "fp8")
 
 
 class Fp8Linear(nn.Linear):
-    """``nn.Linear`` in FP8: forward pass and data gradient; see the module's formula.
+    """Linear layer with forward pass and data gradient in FP8 (formulas: module docstring).
 
     Args:
-        linear: the layer whose parameters it takes over; they stay the same objects.
-        form: of the blocks and scales.
-        weight_gradient: ``"bf16"`` or ``"fp8"``.
-        backend: that multiplies.
+        linear: the layer to replace; its parameter objects are reused.
+        form: the format of blocks and scales.
+        weight_gradient: precision of the weight gradient: ``"bf16"`` or ``"fp8"``.
+        backend: the backend that multiplies.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Fp8Linear(nn.Linear):
         self.backend: BackendName = backend
 
     def forward(self, input: Float[Tensor, "*t i"]) -> Float[Tensor, "*t o"]:  # noqa: A002
-        """``input`` times the weight, in FP8, plus the bias; in the dtype of ``input``."""
+        """Multiply ``input`` by the weight in FP8 and add the bias, in the dtype of ``input``."""
         x: Tensor = input
         w: Tensor = self.weight
         bias: Tensor | None = self.bias
@@ -61,7 +61,7 @@ class Fp8Linear(nn.Linear):
         return y if bias is None else y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows in addition."""
+        """Return the layer's settings, for ``print``."""
         scale, block = self.form.scale, self.form.block
         return f"{super().extra_repr()}, fp8: {scale} scales of {block}, backend={self.backend}"
 
@@ -74,7 +74,7 @@ def linear(
     weight_gradient: WeightGradient,
     backend: BackendName,
 ) -> Float[Tensor, "*t o"]:
-    """``x W^T`` in FP8, in the dtype of ``x``; the formula of the gradients is the module's."""
+    """Compute ``x W^T`` in FP8, in the dtype of ``x``; gradients are as in the module docstring."""
     rows = x.reshape(-1, x.shape[-1])
     y: Tensor = _product(
         rows, w, form.scale, form.block, form.weight_rows, weight_gradient, backend
@@ -82,8 +82,8 @@ def linear(
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-# Operations that torch.compile doesn't look into: it can't trace the choice of a backend. They
-# take no other types than torch's schemas have, so a format in parts.
+# Custom operators, because torch.compile can't trace the choice of a backend. Torch's operator
+# schemas don't support Format, so its fields are passed separately.
 
 
 @torch.library.custom_op("primerl::fp8_linear", mutates_args=())
@@ -93,10 +93,10 @@ def _product(
     scale: str,
     block: int,
     weight_rows: int,
-    weight_gradient: str,  # noqa: ARG001  the backward pass's
+    weight_gradient: str,  # noqa: ARG001  used by the backward pass
     backend: str,
 ) -> Tensor:
-    """``Q(x) Q(W)^T``."""
+    """Compute ``Q(x) Q(W)^T``."""
     form, able = _chosen(scale, block, weight_rows, backend, x.device)
     return able.multiply(activations(x, form), weight(w, form), dtype=x.dtype).contiguous()
 
@@ -105,7 +105,7 @@ def _product(
 def _data_gradient(
     dy: Tensor, w: Tensor, scale: str, block: int, weight_rows: int, backend: str
 ) -> Tensor:
-    """``Q(dy) Q(W)``."""
+    """Compute the data gradient ``Q(dy) Q(W)``."""
     form, able = _chosen(scale, block, weight_rows, backend, dy.device)
     dx = able.multiply(activations(dy, form), transposed_weight(w, form), dtype=dy.dtype)
     return dx.contiguous()
@@ -121,7 +121,7 @@ def _weight_gradient(
     backend: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """``Q(dy^T) Q(x^T)^T``."""
+    """Compute the weight gradient ``Q(dy^T) Q(x^T)^T``."""
     form, able = _chosen(scale, block, weight_rows, backend, dy.device)
     dw = able.multiply(activations(dy.t(), form), activations(x.t(), form), dtype=dtype)
     return dw.contiguous()
@@ -173,9 +173,10 @@ _product.register_autograd(_backward, setup_context=_keep)
 
 
 def transposed_weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
-    """A weight as the data gradient multiplies with it, ``[i, o]``.
+    """Return the quantized weight ``[i, o]`` by which the data gradient multiplies.
 
-    Square blocks: the bytes of the forward pass. Others are quantized anew, along ``o``.
+    With square blocks, this is the transpose of the forward pass's quantized weight. Otherwise, the
+    weight is quantized again, with blocks along ``o``.
     """
     if form.weight_rows == form.block:
         return weight(w, form).transposed()
@@ -183,12 +184,12 @@ def transposed_weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
 
 
 def kept_input(x: Tensor, weight_gradient: WeightGradient) -> Tensor:
-    """What is kept of the input for the gradient of the weight."""
+    """Return the input as saved for the weight gradient: in bfloat16, unless that is in FP8."""
     return x if weight_gradient == "fp8" else x.to(torch.bfloat16)
 
 
 def product_of_16_bits(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """``a b``, of operands rounded to bfloat16, summed in float32."""
+    """Compute ``a b`` from operands rounded to bfloat16, with sums in float32."""
     a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
     with torch.autocast(a.device.type, enabled=False):
         if a.is_cuda:
@@ -197,10 +198,10 @@ def product_of_16_bits(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def check_weight_gradient(weight_gradient: str) -> None:
-    """Refuse an unknown kind of gradient.
+    """Check that the precision of the weight gradient is a known one.
 
     Raises:
-        ValueError: it is not ``"bf16"`` or ``"fp8"``.
+        ValueError: ``weight_gradient`` is not ``"bf16"`` or ``"fp8"``.
     """
     if weight_gradient not in WEIGHT_GRADIENTS:
         raise ValueError(f'weight_gradient is {weight_gradient!r}; expected "bf16" or "fp8"')

@@ -1,4 +1,4 @@
-"""From a tensor to FP8 with a scale for each block, and back."""
+"""Quantization of tensors to block-scaled FP8, and dequantization."""
 
 import functools
 
@@ -16,24 +16,28 @@ _MANTISSA = (1 << _MANTISSA_BITS) - 1
 def quantize(
     x: Float[Tensor, "*t h"], *, block: int = 128, scale: ScaleType = "float32"
 ) -> tuple[Float[Tensor, "*t h"], Shaped[Tensor, "*t blocks"]]:
-    """Activations in FP8: ``(q, scales)``, one scale for each ``block`` entries of a row.
+    """Quantize activations to FP8, with one scale per ``block`` entries of a row.
 
         scale = max(amax, 1e-10) / 448,   q = cast(clamp(x / scale))
 
-    In float32, as vLLM's ``per_token_group_quant_fp8`` does; see ``format``.
+    The arithmetic is in float32, as in vLLM's ``per_token_group_quant_fp8``; see ``format``.
 
     Args:
-        x: of 16 bits or more. The last block of a row may be shorter.
-        block: entries that share a scale: 128; 32 with ``"ue8m0"`` is MXFP8.
-        scale: ``"float32"``, or ``"ue8m0"``: rounded up to a power of two. The scales' dtype tells
-            it: ``torch.float32``, or ``torch.float8_e8m0fnu``.
+        x: activations of 16 bits or more. The last block of a row may be shorter.
+        block: number of entries that share a scale. MXFP8 is 32 with ``"ue8m0"``.
+        scale: the scale type: ``"float32"``, or ``"ue8m0"`` for scales rounded up to a power of
+            two.
+
+    Returns:
+        ``(q, scales)``. The dtype of the scales is ``torch.float32`` or ``torch.float8_e8m0fnu``,
+        according to ``scale``.
 
     Raises:
-        ValueError: ``x`` has an infinity or a NaN, is no floating-point tensor of at least 16 bits,
-            or has no dimension or empty rows; ``block`` or ``scale`` is none.
+        ValueError: ``x`` has an infinity or a NaN, is not a floating-point tensor of at least 16
+            bits, or has no dimensions or empty rows; or ``block`` or ``scale`` is invalid.
     """
     if x.ndim < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected [..., h], h at least 1")
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [..., h] with h at least 1")
     _require_finite(x)
     form = Format(scale=scale, block=block, weight_rows=block)
     found = activations(x.reshape(-1, x.shape[-1]), form)
@@ -47,21 +51,21 @@ def quantize_weight(
     scale: ScaleType = "float32",
     rows: int | None = None,
 ) -> tuple[Float[Tensor, "*e o i"], Shaped[Tensor, "*e row_blocks column_blocks"]]:
-    """A weight in FP8: ``(q, scales)``, one scale for each ``block`` x ``block`` entries.
+    """Quantize a weight to FP8, with one scale per block; return ``(q, scales)``.
 
     The arithmetic is that of ``quantize``.
 
     Args:
-        w: a matrix, or one for each expert, of 16 bits or more. Blocks at its edges may be smaller.
-        block: size of a block.
-        scale: ``"float32"`` or ``"ue8m0"``.
-        rows: of a block; ``block`` by default, and 1 for MXFP8.
+        w: a matrix, or one per expert, of 16 bits or more. Blocks at its edges may be smaller.
+        block: number of columns in a block.
+        scale: the scale type: ``"float32"`` or ``"ue8m0"``.
+        rows: number of rows in a block: ``block`` by default, 1 for MXFP8.
 
     Raises:
-        ValueError: as ``quantize``; or ``w`` is no matrix, or an empty one.
+        ValueError: as for ``quantize``; or ``w`` has fewer than two dimensions, or is empty.
     """
     if w.ndim < 2 or min(w.shape[-2:]) < 1:
-        raise ValueError(f"w has shape {tuple(w.shape)}; expected a matrix [..., o, i]")
+        raise ValueError(f"w has shape {tuple(w.shape)}; expected a nonempty matrix [..., o, i]")
     _require_finite(w)
     form = Format(scale=scale, block=block, weight_rows=block if rows is None else rows)
     found = weight(w, form)
@@ -76,22 +80,23 @@ def dequantize(
     scale: ScaleType | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*m k"]:
-    """The values that FP8 stands for: ``q * scale``, in float32, then cast to ``dtype``.
+    """Convert FP8 values back: ``q * scale`` in float32, then cast to ``dtype``.
 
     Args:
-        q: of ``quantize`` or ``quantize_weight``.
-        scales: that came with it. Their shape tells whether blocks have one row or ``block``.
-        block: as it was quantized.
-        scale: the type that the scales must have; None takes either.
-        dtype: of the result.
+        q: FP8 values from ``quantize`` or ``quantize_weight``.
+        scales: the scales returned with ``q``. Their shape determines whether blocks have one row
+            or ``block`` rows.
+        block: the block size with which ``q`` was quantized.
+        scale: the scale type that ``scales`` must have; None accepts any.
+        dtype: the dtype of the result.
 
     Raises:
-        ValueError: the scales are of another type than ``scale``, or don't fit ``q``.
+        ValueError: the type of the scales is not ``scale``, or their shape does not fit ``q``.
     """
     if scale is not None and scale_type(scales) != scale:
         raise ValueError(
             f"scales are of type {scale_type(scales)!r}, expected {scale!r}; quantize again with "
-            "the scale type that the other side uses: rounding these would change every value"
+            "the expected scale type: converting these scales would change every value"
         )
     rows = 1 if q.ndim < 2 or scales.shape[-2:-1] == q.shape[-2:-1] else block
     whole = Quantized(
@@ -104,25 +109,29 @@ def dequantize(
 
 
 def activations(x: Float[Tensor, "m k"], form: Format) -> Quantized:
-    """``quantize`` as an operand, without looking for infinities: they become NaN in a product."""
+    """Quantize activations as an operand, without the check of ``quantize`` for infinities.
+
+    Infinities become NaN in a product.
+    """
     return quantize_blocks(x, rows=1, block=form.block, scale=form.scale)
 
 
 def weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
-    """``quantize_weight`` as an operand, without looking for infinities."""
+    """Quantize a weight as an operand, without the check of ``quantize_weight`` for infinities."""
     return quantize_blocks(w, rows=form.weight_rows, block=form.block, scale=form.scale)
 
 
 def quantize_blocks(
     x: Float[Tensor, "*e m k"], *, rows: int, block: int, scale: ScaleType
 ) -> Quantized:
-    """Each block of ``rows`` x ``block``, by the formula in ``format``."""
+    """Quantize blocks of ``rows`` x ``block``, by the formula in ``format``."""
     *experts, m, k = x.shape
     m_blocks, k_blocks = -(-m // rows), -(-k // block)
     padded = F.pad(x.detach().float(), (0, k_blocks * block - k, 0, m_blocks * rows - m))
     blocks = padded.reshape(*experts, m_blocks, rows, k_blocks, block)
     amax = blocks.abs().amax((-3, -1)).clamp(min=EPSILON)
-    # By a tensor: CUDA multiplies by the reciprocal of a number, which rounds otherwise.
+    # Divide by a tensor: dividing by a number, CUDA multiplies by its reciprocal, which rounds
+    # differently.
     scales = amax / torch.full_like(amax, LARGEST)
     if scale == "ue8m0":
         stored = _rounded_up_to_power_of_two(scales)
@@ -135,7 +144,7 @@ def quantize_blocks(
 
 
 def values_of(quantized: Quantized) -> Float[Tensor, "*e m k"]:
-    """The values of an operand, in float32."""
+    """Dequantize an operand to float32."""
     rows, block = quantized.rows, quantized.block
     *experts, m, k = quantized.values.shape
     values, scales = _decoded(quantized.values), quantized.scales.float()
@@ -148,7 +157,7 @@ def values_of(quantized: Quantized) -> Float[Tensor, "*e m k"]:
 
 
 def _decoded(values: Float[Tensor, "*e m k"]) -> Float[Tensor, "*e m k"]:
-    """FP8 as float32. torch's own cast is several times slower than a table on a CPU."""
+    """Convert FP8 to float32; on a CPU, a lookup table is several times faster than a cast."""
     if values.device.type != "cpu":
         return values.float()
     codes = values.view(torch.uint8)
@@ -157,14 +166,15 @@ def _decoded(values: Float[Tensor, "*e m k"]) -> Float[Tensor, "*e m k"]:
 
 @functools.cache
 def _table() -> Float[Tensor, " 256"]:
-    """The float32 value of each code."""
+    """Return the float32 value of each FP8 code."""
     return torch.arange(256, dtype=torch.uint8).view(FP8).float()
 
 
 def _rounded_up_to_power_of_two(scales: Float[Tensor, "*n"]) -> Shaped[Tensor, "*n"]:
-    """Positive float32 as float8_e8m0fnu, which is the exponent field of float32.
+    """Round positive float32 values up to powers of two, as float8_e8m0fnu.
 
-    Exact, where ``exp2(ceil(log2(x)))`` rounds a number just above a power of two down to it.
+    That dtype is the exponent field of float32. This is exact, whereas ``exp2(ceil(log2(x)))``
+    rounds a number just above a power of two down to it.
     """
     bits = scales.contiguous().view(torch.int32)
     exponent = (bits >> _MANTISSA_BITS) + ((bits & _MANTISSA) != 0).int()
@@ -173,7 +183,7 @@ def _rounded_up_to_power_of_two(scales: Float[Tensor, "*n"]) -> Shaped[Tensor, "
 
 def _require_finite(x: Tensor) -> None:
     if not x.is_floating_point() or x.dtype.itemsize < 2:
-        raise ValueError(f"cannot quantize {x.dtype}; expected floating point of 16 bits or more")
+        raise ValueError(f"cannot quantize {x.dtype}; expected a float dtype of 16 bits or more")
     if x.is_meta:
         return
     bad = ~torch.isfinite(x.detach().float())
@@ -181,5 +191,5 @@ def _require_finite(x: Tensor) -> None:
         first = bad.nonzero()[0].tolist()
         raise ValueError(
             f"{int(bad.sum())} of {x.numel()} values are infinite or NaN in float32, the first at "
-            f"{first}; an FP8 block would lose all its values. Look for the step that made them"
+            f"{first}; an FP8 block with one loses all its values. Find the step that produced them"
         )

@@ -1,4 +1,4 @@
-"""Hugging Face models: loaded in full or in shards, and saved with or without adapters."""
+"""Loading of Hugging Face models, whole or in shards, and saving with or without adapters."""
 
 from primerl._common.checkpoint_tensors import checkpoint_tensors
 from primerl.models.pretrained import (

@@ -1,4 +1,4 @@
-"""Where each tensor of a Hugging Face checkpoint belongs within a model's parameters."""
+"""The mapping from tensors of a Hugging Face checkpoint to regions of a model's parameters."""
 
 from collections.abc import Iterable
 
@@ -11,27 +11,28 @@ from primerl._common.checkpoint_tensors import converted, distinct_tensors, laye
 
 Region = tuple[slice, ...]
 
-# The effect of transformers' conversion is measured on parameters with dimensions this small.
+# The dimensions of the small parameters on which transformers' conversion is traced.
 SMALL = 4
 
 
 @attrs.frozen
-class Piece:
-    """A tensor of the checkpoint, and the part of a parameter that it is."""
+class ParameterPart:
+    """A tensor of the checkpoint, and the region of a parameter that it fills."""
 
     source: str
-    """Its name in the checkpoint."""
+    """Name of the tensor in the checkpoint."""
     axes: tuple[int | None, ...]
     """For each axis of the parameter, the source's axis along it; None: a single index."""
     begins: tuple[float, ...]
-    """Where the part begins: an index, or a share of an axis that the source follows."""
+    """Begin of the region on each axis: an index if ``axes`` has None, else a fraction of the
+    axis."""
     ends: tuple[float, ...]
 
     def region(self, shape: torch.Size, source_shape: Iterable[int]) -> Region:
-        """The part of a parameter of this shape.
+        """Compute the region of a parameter of this shape.
 
         Raises:
-            ValueError: the source's shape is not that of the part.
+            ValueError: the source's shape is not that of the region.
         """
         expected = [1] * sum(axis is not None for axis in self.axes)
         found = []
@@ -43,22 +44,23 @@ class Piece:
         if list(source_shape) != expected:
             raise ValueError(
                 f"{self.source} of the checkpoint has shape {list(source_shape)}, but the model's "
-                f"configuration asks for {expected}"
+                f"configuration requires {expected}"
             )
         return tuple(found)
 
 
-def pieces(model: nn.Module) -> dict[str, list[Piece]]:
-    """For each parameter and saved buffer, the tensors of the checkpoint that it is made of.
+def pieces(model: nn.Module) -> dict[str, list[ParameterPart]]:
+    """Map each parameter and saved buffer to the checkpoint's tensors that it consists of.
 
-    ``transformers`` fuses experts when it loads and takes them apart when it saves. Its own
-    conversion is applied to small numbered stand-ins; where the numbers come out tells the rest.
+    ``transformers`` fuses experts when it loads and splits them when it saves. The mapping is found
+    by applying its own conversion to small tensors of numbered elements: the numbers in the result
+    show where each element came from.
 
     Raises:
-        ValueError: a tensor of the checkpoint is more than a block of one parameter.
+        ValueError: a tensor of the checkpoint is not a block of one parameter.
     """
     tensors = distinct_tensors(model)
-    found: dict[str, list[Piece]] = {name: [] for name in tensors}
+    found: dict[str, list[ParameterPart]] = {name: [] for name in tensors}
     for names in layers_of(tensors):
         numbered, first = {}, 0
         for name in names:
@@ -66,23 +68,23 @@ def pieces(model: nn.Module) -> dict[str, list[Piece]]:
             count = max(shape.numel(), 1)
             numbered[name] = torch.arange(first, first + count).view(shape)
             first += count
-        owners = dict(numbered)  # the conversion empties what it is given
+        owners = dict(numbered)  # a copy, because the conversion empties its argument
         for source, numbers in converted(model, numbered).items():
             owner = _owner(owners, numbers)
             if owner is None:
-                raise ValueError(f"{source} of the checkpoint is made of several parameters")
+                raise ValueError(f"{source} of the checkpoint consists of several parameters")
             found[owner].append(_piece(source, numbers, owners[owner], tensors[owner].shape))
     return found
 
 
 def local_region(tensor: Tensor) -> Region:
-    """The part of a tensor that this rank holds: all of it, if it isn't sharded."""
+    """Return the region of a tensor that this rank holds: the whole tensor if not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     rows = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    # The innermost dimension of the mesh, such as that of experts, was divided first.
+    # The innermost mesh dimension, such as that of experts, was sharded first.
     for dimension in reversed(range(tensor.device_mesh.ndim)):
         axis = getattr(tensor.placements[dimension], "dim", None)
         if axis is not None:
@@ -92,12 +94,12 @@ def local_region(tensor: Tensor) -> Region:
     found = tuple(slice(int(r[0]), int(r[-1]) + 1) if len(r) else slice(0, 0) for r in rows)
     local = tensor.to_local().shape
     if any(part.stop - part.start != size for part, size in zip(found, local, strict=True)):
-        raise ValueError(f"a shard of shape {tuple(local)} was expected to be {found}")
+        raise ValueError(f"a shard has shape {tuple(local)}, but expected the region {found}")
     return found
 
 
 def _small(name: str, shape: torch.Size) -> torch.Size:
-    """The shape with as many experts, and all other dimensions small."""
+    """Shrink all dimensions of a shape, except the number of experts."""
     stacked = len(shape) == 3 or "experts" in name
     kept = shape[:1] if stacked else shape[:0]
     return torch.Size([*kept, *(min(size, SMALL) for size in shape[len(kept) :])])
@@ -112,17 +114,17 @@ def _owner(numbered: dict[str, Tensor], numbers: Tensor) -> str | None:
     return None
 
 
-def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> Piece:
+def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> ParameterPart:
     where = torch.unravel_index(numbers - whole.reshape(-1)[:1], whole.shape) if whole.ndim else ()
     axes: list[int | None] = []
     spans: list[tuple[float, float]] = []
     for axis, along in enumerate(where):
         moves = {k: along.diff(dim=k) for k in range(numbers.ndim) if numbers.shape[k] > 1}
         follows = [k for k, steps in moves.items() if (steps != 0).any()]
-        if not follows and numbers.ndim == whole.ndim:  # an axis of one entry, in both
+        if not follows and numbers.ndim == whole.ndim:  # an axis with one entry in both tensors
             follows = [k for k in range(numbers.ndim) if k not in moves and k not in axes][:1]
         elif len(follows) == 1 and (moves[follows[0]] != 1).any():
-            follows = []  # not in one piece
+            follows = []  # not contiguous along this axis
         first, last = int(along.min()), int(along.max()) + 1
         if follows:
             axes.append(follows[0])
@@ -131,5 +133,7 @@ def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> Pi
             axes.append(None)
             spans.append((first, last))
         else:
-            raise ValueError(f"{source} of the checkpoint is no block of a parameter")
-    return Piece(source, tuple(axes), tuple(b for b, _ in spans), tuple(e for _, e in spans))
+            raise ValueError(f"{source} of the checkpoint is not a block of a parameter")
+    return ParameterPart(
+        source, tuple(axes), tuple(b for b, _ in spans), tuple(e for _, e in spans)
+    )

@@ -1,4 +1,4 @@
-"""Hugging Face folders: loaded, and saved as a whole model or as an adapter alone."""
+"""Loading of Hugging Face model folders, and saving of a whole model or only an adapter."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def load_pretrained(
 
     Args:
         model: a folder, or a hub id such as ``"Qwen/Qwen3-0.6B"``.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: there is no such folder or hub model, or it is not a causal language model.
@@ -43,7 +43,7 @@ def load_pretrained(
     folder = Path(name)
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{name} is no model folder: it has no config.json")
+            raise ValueError(f"{name} is not a model folder: it has no config.json")
     elif folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise ValueError(f"there is no model folder {name}; pass a folder or a hub id (org/name)")
     report("loading the model", name)
@@ -55,10 +55,10 @@ def load_pretrained(
 
 
 def stop_token_ids(model: Any) -> tuple[int, ...]:
-    """The ``eos_token_id`` of a model's ``generation_config``, of which there may be several.
+    """Return the token ids that end a model's replies: ``generation_config.eos_token_id``.
 
-    Chat models are trained to end replies with them; the tokenizer knows only one. Empty if the
-    model has none. For ``SamplingParams.stop_token_ids`` and ``data.training_sample``.
+    Chat models may have several, while the tokenizer knows only one. Empty if the model has none.
+    Pass them as ``SamplingParams.stop_token_ids`` and to ``data.training_sample``.
     """
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ids is None:
@@ -75,21 +75,21 @@ def save_pretrained(
 ) -> None:
     """Write the model and its tokenizer as a Hugging Face folder (safetensors), atomically.
 
-    The folder appears under its name when it is complete and replaces an earlier one; if other
-    files were added to that, it is renamed to ``NAME.earlier``. All ranks call this, because a
-    sharded model is gathered, layer by layer; rank 0 writes files of up to 5 GB, and holds one
-    layer in addition to its shard.
+    The folder gets its name when it is complete, and replaces an earlier one. If other files were
+    added to the earlier folder, it is renamed to ``NAME.earlier`` instead. All ranks call this,
+    because a sharded model is gathered layer by layer. Rank 0 writes files of up to 5 GB, and holds
+    one layer in addition to its shard.
 
     Args:
         model: a ``transformers`` model, sharded or not.
-        folder: may be None on ranks other than 0.
-        tokenizer: saved beside it.
-        quantize: makes a quantized checkpoint of it: ``fp8.CheckpointQuantizer(model)``.
+        folder: the folder to write; may be None on ranks other than 0.
+        tokenizer: the tokenizer, saved in the same folder.
+        quantize: quantizes the checkpoint: ``fp8.CheckpointQuantizer(model)``.
 
     Raises:
-        ValueError: rank 0 has no folder, the folder exists and is not a saved model, or the model's
-            tensors cannot be named layer by layer.
-        RuntimeError: rank 0 could not write, on every other rank.
+        ValueError: rank 0 has no folder, the folder exists but is not a saved model, or the model
+            cannot be converted layer by layer.
+        RuntimeError: on the other ranks, if rank 0 could not write.
     """
     layout = checkpoint_layout(model, quantize=quantize)
     tensors = checkpoint_tensors(model, quantize=quantize)
@@ -99,7 +99,7 @@ def save_pretrained(
             raise ValueError("folder is None; rank 0 writes the model, so pass it a path")
         with saved_folder(folder, marker="config.json") as partial:
             writer: Any = model
-            writer.save_pretrained(partial, state_dict={})  # all that is not a tensor
+            writer.save_pretrained(partial, state_dict={})  # everything but the tensors
             for path in partial.glob("*.safetensors"):
                 path.unlink()
             if quantize is not None:
@@ -113,19 +113,19 @@ def save_pretrained(
 def save_adapters(
     model: nn.Module, folder: str | os.PathLike[str] | None, *, adapter: str = "default"
 ) -> None:
-    """Write a model's adapter as a ``peft`` folder, which vLLM loads too, atomically.
+    """Write a model's adapter as a ``peft`` folder, which vLLM can load too, atomically.
 
     All ranks call this, because a sharded model is gathered; rank 0 writes.
 
     Args:
-        model: to which ``peft.inject_adapter_in_model`` has added adapters, sharded or not.
-        folder: may be None on ranks other than 0.
-        adapter: its name.
+        model: a model with adapters from ``peft.inject_adapter_in_model``, sharded or not.
+        folder: the folder to write; may be None on ranks other than 0.
+        adapter: the adapter's name.
 
     Raises:
-        ValueError: the model has no such adapter, rank 0 has no folder, or the folder holds what is
-            no saved adapter.
-        RuntimeError: rank 0 could not write, on every other rank.
+        ValueError: the model has no such adapter, rank 0 has no folder, or the folder exists but is
+            not a saved adapter.
+        RuntimeError: on the other ranks, if rank 0 could not write.
     """
     config = adapter_config(model, adapter)
     tensors = adapter_tensors(model, adapter)
@@ -140,7 +140,7 @@ def save_adapters(
 
 
 def _note_quantization(path: Path, quantization: dict[str, Any]) -> None:
-    """Say in a model's configuration how its checkpoint is quantized."""
+    """Add ``quantization_config`` to a saved model's configuration file."""
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(
         json.dumps({**config, "quantization_config": quantization}, indent=2), encoding="utf-8"
@@ -150,7 +150,7 @@ def _note_quantization(path: Path, quantization: dict[str, Any]) -> None:
 def _write_shards(
     folder: Path, layout: Mapping[str, TensorLayout], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write tensors, which come in the order of ``layout``, to the files of a model folder."""
+    """Write tensors, in the order of ``layout``, as safetensors files with an index."""
     parts: list[dict[str, TensorLayout]] = [{}]
     room = SHARD_BYTES
     for name, entry in layout.items():

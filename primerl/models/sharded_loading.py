@@ -1,4 +1,4 @@
-"""Loading a checkpoint directly into the shards of a model, so that no rank holds all of it."""
+"""Loading of a checkpoint directly into a model's shards, so that no rank holds the whole model."""
 
 import contextlib
 import inspect
@@ -19,10 +19,10 @@ from primerl._common.checkpoint_tensors import SCALES, distinct_tensors
 from primerl._common.files import member
 from primerl._common.optional import require
 from primerl._common.ranks import local_part
-from primerl.models.placement import Piece, Region, local_region, pieces
+from primerl.models.placement import ParameterPart, Region, local_region, pieces
 
 Dequantize = Callable[[Tensor, Tensor], Tensor]
-"""``(q, scales) -> values``."""
+"""``(q, scales) -> values``: converts a quantized matrix and its scales to values."""
 
 logger = logging.getLogger(__name__)
 REPORT_S = 30.0
@@ -30,7 +30,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model without values, on the ``meta`` device, from its configurations.
+    """Build a causal language model without values, on the ``meta`` device, from its config.
 
         model = models.empty_model(folder)
         parallel.shard(model, mesh)
@@ -38,17 +38,17 @@ def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.flo
 
     Args:
         model: a model folder, or a hub id.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        ValueError: there is no such model, or it is no causal language model.
+        ValueError: there is no such model, or it is not a causal language model.
     """
     transformers = require("transformers", extra="transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(model))
     except OSError as error:
         raise ValueError(f"cannot read the configuration of {model}: {error}") from error
-    if hasattr(config, "quantization_config"):  # its own parameters are not
+    if hasattr(config, "quantization_config"):  # the built model is not quantized
         del config.quantization_config
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -65,24 +65,25 @@ def load_shards(
     device: torch.device | str = "cpu",
     dequantize: Dequantize | None = None,
 ) -> None:
-    """Fill a model with the values of a checkpoint, in place; each rank reads what it holds.
+    """Load a checkpoint into a model, in place; each rank reads only the shards that it holds.
 
-    Experts that ``transformers`` fuses are put together from the checkpoint's, as it does; values
-    are converted to the parameters' dtypes. Nothing is communicated.
+    Experts are fused as ``transformers`` does when it loads a checkpoint. Values are converted to
+    the parameters' dtypes. Ranks do not communicate.
 
     Args:
-        model: from ``empty_model``, sharded or not; or any other, whose values are replaced.
-        folder: with safetensors files, as ``save_pretrained`` writes them.
-        device: where a model on the ``meta`` device is allocated.
-        dequantize: makes values of a quantized matrix and its scales (``NAME_scale_inv``):
-            ``fp8.dequantize``. Such a matrix is read whole.
+        model: a model from ``empty_model``, sharded or not; or any other, whose values are
+            replaced.
+        folder: a folder of safetensors files, as ``save_pretrained`` writes them.
+        device: the device to allocate a model from ``empty_model`` on.
+        dequantize: converts a quantized matrix and its scales (``NAME_scale_inv``) to values:
+            ``fp8.dequantize``. Quantized matrices are read whole.
 
     Raises:
-        ValueError: the folder has no safetensors, they lack a tensor or have one of another shape,
-            or are quantized and there is no ``dequantize``.
+        ValueError: the folder has no safetensors files, a tensor is missing or has another shape,
+            or tensors are quantized and ``dequantize`` is None.
     """
     if has_adapters(model):
-        raise ValueError("load the values before peft adds adapters, which no checkpoint has")
+        raise ValueError("the model has adapters; load the checkpoint before peft adds adapters")
     if any(tensor.is_meta for tensor in distinct_tensors(model).values()):
         _materialize(model, torch.device(device))
     with _Checkpoint(Path(folder)) as checkpoint:
@@ -92,8 +93,8 @@ def load_shards(
         )
         if missing:
             raise ValueError(
-                f"{folder} lacks {len(missing)} tensors of the model, such as {missing[:3]}; was "
-                "it written for another architecture?"
+                f"{folder} lacks {len(missing)} tensors of the model, such as {missing[:3]}; pass "
+                "a checkpoint of the model's architecture"
             )
         reported = time.monotonic()
         for done, (name, parts) in enumerate(plan.items()):
@@ -101,18 +102,18 @@ def load_shards(
                 _fill(name, tensors[name], piece, checkpoint, dequantize)
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
-                logger.info("%s: %d of %d parameters are loaded", folder, done + 1, len(plan))
+                logger.info("%s: loaded %d of %d parameters", folder, done + 1, len(plan))
 
 
 @torch.no_grad()
 def _fill(
     name: str,
     tensor: Tensor,
-    piece: Piece,
+    piece: ParameterPart,
     checkpoint: "_Checkpoint",
     dequantize: Dequantize | None,
 ) -> None:
-    """Copy what a rank holds of one piece."""
+    """Copy the part of one piece that this rank holds."""
     source = checkpoint.slices(piece.source)
     mine = local_region(tensor)
     try:
@@ -136,7 +137,7 @@ def _fill(
                 f"{piece.source} is quantized ({values.dtype}); pass dequantize=fp8.dequantize, or "
                 "convert the checkpoint to 16 bits first"
             )
-        # A part of it may begin within a block.
+        # Dequantized whole, because the part may begin within a block of one scale.
         values = dequantize(source[:], checkpoint.slices(f"{piece.source}{SCALES}")[:])[part]
     followed = [axis for axis in piece.axes if axis is not None]
     values = values.permute(followed).reshape([last - first for first, last in overlap])
@@ -148,7 +149,7 @@ def _fill(
 
 
 class _Checkpoint(ExitStack):
-    """The safetensors files of a folder, opened as they are needed."""
+    """The safetensors files of a folder, opened on first use."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class _Checkpoint(ExitStack):
             raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}; pass a model folder")
 
     def slices(self, name: str) -> Any:
-        """A tensor of which parts can be read."""
+        """Return a lazily read tensor; indexing it reads only that part."""
         if name not in self.files:
             raise ValueError(f"the checkpoint has no {name}")
         return self._file(self.files[name]).get_slice(name)
@@ -178,7 +179,7 @@ class _Checkpoint(ExitStack):
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate a model on the ``meta`` device, and compute the buffers that no checkpoint has."""
+    """Allocate the tensors of a meta-device model, and compute buffers that are never saved."""
     model.to_empty(device=device)
     tie: Any = getattr(model, "tie_weights", None)
     if tie is not None:
@@ -187,8 +188,8 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
         config = getattr(module, "config", None)
         if config is None or "config" not in inspect.signature(type(module)).parameters:
             raise ValueError(
-                f"{name}.{buffers[0]} is in no checkpoint, and {type(module).__name__} can't be "
-                "made again from a config; load the model with models.load_pretrained"
+                f"{name}.{buffers[0]} is never saved, and {type(module).__name__} can't be built "
+                "from a config to compute it; load the model with models.load_pretrained"
             )
         again = type(module)(config=config)
         for buffer in buffers:

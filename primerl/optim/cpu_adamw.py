@@ -1,4 +1,4 @@
-"""AdamW on the CPU, for parameters on any device."""
+"""AdamW with states and update on the CPU, for parameters on any device."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,18 +17,19 @@ class CPUAdamW(Optimizer):
         g, p from the device;  w <- p where p is not w rounded
         w, m, v <- AdamW(w, m, v, g) by torch's fused kernel;  p <- w
 
-    The device holds only parameters and gradients, which may be bfloat16: small updates accumulate
-    in w. Where a parameter was written between two steps (loaded weights, an average, a bound), the
-    next step starts from the new value. A step copies each parameter and its gradient to the host
-    and the parameter back; on a CUDA device, through pinned memory, while others are updated. With
-    float32 parameters on a CPU it is bitwise ``torch.optim.AdamW(fused=True)``.
+    The device holds only parameters p and gradients g, which may be bfloat16: small updates
+    accumulate in w. If a parameter changed between two steps (loaded weights, an average, a bound),
+    the next step starts from the new value. A step copies each parameter and its gradient to the
+    host, and the parameter back. On a CUDA device, the copies go through pinned memory while other
+    parameters are updated. With float32 parameters on a CPU, results are bitwise those of
+    ``torch.optim.AdamW(fused=True)``.
 
     Args:
-        params: parameters or groups of them, sharded or not.
+        params: parameters or parameter groups, sharded or not.
         lr: the learning rate.
-        betas: decay rates of the mean and of the mean square.
+        betas: decay rates of the first and second moments.
         eps: added to the denominator.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay.
 
     Raises:
         ValueError: ``lr`` or ``weight_decay`` is negative, or ``betas`` are not within [0, 1).
@@ -52,7 +53,7 @@ class CPUAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
+        """Update the parameters that have gradients; return the result of ``closure``, if given."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         trained = [
@@ -61,13 +62,13 @@ class CPUAdamW(Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        copies = [_HostCopy(parameter) for parameter, _ in trained[:1]]
+        copies = [_PendingCopy(parameter) for parameter, _ in trained[:1]]
         for n, (parameter, group) in enumerate(trained):
             value, gradient = copies.pop().wait()
-            copies += [_HostCopy(parameter) for parameter, _ in trained[n + 1 : n + 2]]
+            copies += [_PendingCopy(parameter) for parameter, _ in trained[n + 1 : n + 2]]
             state = self._state(parameter)
             weight = local_part(state["weight"])
-            # What was written into the parameter since its last step, if anything, is taken over.
+            # Adopt values that were written into the parameter since its last step.
             torch.where(weight.to(value.dtype) == value, weight, value.float(), out=weight)
             update_adamw([weight], [gradient], [state], group, fused=True)
             local_part(parameter).copy_(weight, non_blocking=True)
@@ -86,7 +87,7 @@ class CPUAdamW(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; unlike in other optimizers, it stays float32 and in host memory."""
+        """Load a state dict; unlike in other optimizers, states stay float32 and on the host."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -103,7 +104,7 @@ def update_adamw(
     *,
     fused: bool | None = None,
 ) -> None:
-    """AdamW's update of this rank's parts of parameters, with its parts of their states."""
+    """Apply AdamW to this rank's shards of parameters, and update its shards of their states."""
     adamw(
         parameters,
         gradients,
@@ -122,7 +123,7 @@ def update_adamw(
     )
 
 
-class _HostCopy:
+class _PendingCopy:
     """An asynchronous copy of a parameter and its gradient to the host."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -133,7 +134,7 @@ class _HostCopy:
             self._copied.record()
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """The parameter, and its gradient in float32, once they have arrived."""
+        """Wait for the copies, and return the parameter and its gradient in float32."""
         if self._copied is not None:
             self._copied.synchronize()
         value, gradient = self._copies

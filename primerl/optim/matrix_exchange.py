@@ -1,4 +1,4 @@
-"""Gathering sharded matrices, each to one rank, and scattering the results back."""
+"""Exchange of sharded matrices: gather each on one rank, and scatter the results back."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,22 +9,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 BATCH_ELEMENTS = 2**28
-"""Elements of gathered matrices on each rank at a time."""
+"""Number of elements of gathered matrices that each rank holds at a time."""
 
 
 @attrs.frozen(eq=False)
 class MatrixSharding:
-    """How the matrices of a tensor ``[n, rows, columns]`` are sharded."""
+    """Sharding of the matrices of a tensor ``[n, rows, columns]`` over a process group."""
 
     group: dist.ProcessGroup
     dimension: int
-    """1 or 2: each rank has some of the rows, or some of the columns."""
+    """Sharded dimension: 1 if each rank holds some of the rows, 2 for columns."""
     sizes: tuple[int, ...]
-    """Rows or columns of each rank of the group."""
+    """Number of rows or columns on each rank of the group."""
 
 
 def matrix_sharding(parameter: Tensor) -> MatrixSharding | None:
-    """How a parameter's matrices are sharded; None if each lies whole on its rank."""
+    """Return the sharding of a parameter's matrices; None if each matrix is whole on its rank."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, sharded = parameter.device_mesh, []
@@ -33,30 +33,33 @@ def matrix_sharding(parameter: Tensor) -> MatrixSharding | None:
             continue
         dimension = getattr(placement, "dim", None)  # Shard, or FSDP2's _StridedShard
         if dimension is None:
-            raise ValueError(f"Muon cannot gather a parameter placed as {parameter.placements}")
-        if parameter.ndim == 2 or dimension % 3:  # otherwise whole matrices lie on each rank
+            raise ValueError(
+                "Muon can only gather parameters with placements Shard and Replicate, not "
+                f"{parameter.placements}"
+            )
+        if parameter.ndim == 2 or dimension % 3:  # otherwise each rank holds whole matrices
             sharded.append((mesh_dimension, dimension % parameter.ndim))
     if not sharded:
         return None
     mesh_dimension, dimension = sharded[0]
     if len(sharded) > 1:
         raise ValueError(
-            f"Muon cannot gather a matrix that is divided more than once ({parameter.placements}); "
-            "expected parameters sharded by parallel.shard"
+            f"Muon cannot gather a matrix sharded over several mesh dimensions (placements "
+            f"{parameter.placements}); expected parameters sharded by parallel.shard"
         )
     sizes = _chunks(parameter.shape[dimension], mesh.size(mesh_dimension))
     return MatrixSharding(mesh.get_group(mesh_dimension), dimension + 3 - parameter.ndim, sizes)
 
 
 def _chunks(length: int, ranks: int) -> tuple[int, ...]:
-    """The sizes of the parts that ``torch.chunk`` makes, empty ones included."""
+    """Return the sizes of the chunks that ``torch.chunk`` makes, including empty chunks."""
     size = -(-length // ranks)
     return tuple(max(0, min(size, length - rank * size)) for rank in range(ranks))
 
 
 @attrs.frozen(eq=False)
 class _Matrix:
-    """One matrix of one tensor."""
+    """Index and shape of one matrix in one of the tensors."""
 
     tensor: int
     index: int
@@ -64,7 +67,7 @@ class _Matrix:
 
     @property
     def cost(self) -> int:
-        """Proportional to the FLOPs of orthogonalizing it."""
+        """Cost of orthogonalizing the matrix, proportional to FLOPs."""
         return self.shape[0] * self.shape[1] * min(self.shape)
 
 
@@ -73,16 +76,21 @@ def map_matrices(
     shardings: Sequence[MatrixSharding | None],
     function: Callable[[Tensor, int], Tensor],
 ) -> list[Tensor]:
-    """Apply a function to whole matrices, each on one of the ranks that have parts of it.
+    """Apply a function to whole matrices, gathering each sharded matrix on one of its ranks.
 
-    The ranks of a group get matrices of about equal cost. In each batch of matrices, an all-to-all
-    gathers the parts of each on its rank, and another returns the parts of the results.
+    The ranks of a group get about equal shares of the cost. For each batch of matrices, one
+    all-to-all gathers the parts of each matrix on one rank, and another returns the parts of the
+    results.
 
     Args:
-        tensors: this rank's ``[n, rows, columns]``; all ranks pass theirs in the same order.
-        shardings: of each tensor, from ``matrix_sharding``.
-        function: ``(matrices[n, rows, columns], index of their tensor) -> results``, of the same
-            shape and dtype.
+        tensors: this rank's parts, ``[n, rows, columns]``; all ranks must pass them in the same
+            order.
+        shardings: the sharding of each tensor, from ``matrix_sharding``.
+        function: ``(matrices[n, rows, columns], index of their tensor) -> results``, with results
+            of the same shape and dtype.
+
+    Returns:
+        This rank's parts of the results, in the order of ``tensors``.
     """
     results = [
         function(tensor, index) if sharding is None else torch.empty_like(tensor)
@@ -98,7 +106,7 @@ def map_matrices(
     for group, matrices in by_group.items():
         ranks = dist.get_world_size(group)
         for batch in _batches(matrices, ranks * BATCH_ELEMENTS):
-            exchange = _Exchange(group, batch, tensors, shardings)
+            exchange = _MatrixBatch(group, batch, tensors, shardings)
             mine = {
                 index: function(whole.unsqueeze(0), batch[index].tensor)[0]
                 for index, whole in exchange.gather().items()
@@ -108,7 +116,7 @@ def map_matrices(
 
 
 def _batches(matrices: list[_Matrix], elements: int) -> Iterable[list[_Matrix]]:
-    """Batches of matrices of similar cost, so that ranks get equal shares of each batch."""
+    """Yield batches of matrices of similar cost, so that each can be divided evenly over ranks."""
     batch: list[_Matrix] = []
     held = 0
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
@@ -122,7 +130,7 @@ def _batches(matrices: list[_Matrix], elements: int) -> Iterable[list[_Matrix]]:
 
 
 def _owners(costs: list[int], ranks: int) -> list[int]:
-    """The rank of each matrix: the one with the least cost so far."""
+    """Assign each matrix to the rank with the least cost so far, and return the ranks."""
     loads, owners = [0] * ranks, []
     for cost in costs:
         owner = loads.index(min(loads))
@@ -131,8 +139,8 @@ def _owners(costs: list[int], ranks: int) -> list[int]:
     return owners
 
 
-class _Exchange:
-    """One batch of matrices, gathered to their owners and scattered back."""
+class _MatrixBatch:
+    """The exchange of one batch of matrices: gathered on their owners and scattered back."""
 
     def __init__(
         self,
@@ -150,14 +158,14 @@ class _Exchange:
         self._mine = self._owned[self._rank]
 
     def _shape(self, index: int, rank: int) -> tuple[int, int]:
-        """The shape of a rank's part of a matrix."""
+        """Return the shape of a rank's part of a matrix."""
         rows, columns = self._batch[index].shape
         sharding = self._shardings[index]
         size = sharding.sizes[rank]
         return (size, columns) if sharding.dimension == 1 else (rows, size)
 
     def gather(self) -> dict[int, Tensor]:
-        """The whole matrices that this rank owns, by their index in the batch."""
+        """Gather the matrices that this rank owns, and return them by their index in the batch."""
         sent = [
             [self._tensors[self._batch[i].tensor][self._batch[i].index] for i in indices]
             for indices in self._owned
@@ -171,7 +179,7 @@ class _Exchange:
         }
 
     def return_parts(self, mine: dict[int, Tensor], results: list[Tensor]) -> None:
-        """Scatter this rank's results, and write the parts that it receives."""
+        """Scatter the results of this rank's matrices, and write the received parts to results."""
         split = [
             torch.split(mine[i], list(sharding.sizes), dim=sharding.dimension - 1)
             for i in self._mine
@@ -187,7 +195,10 @@ class _Exchange:
     def _all_to_all(
         self, sent: list[list[Tensor]], indices: list[list[int]], parts: Iterable[int]
     ) -> list[list[Tensor]]:
-        """Receive from each rank r, of the matrices ``indices[r]``, the parts of ``parts[r]``."""
+        """Send ``sent[r]`` to each rank r, and receive parts of the matrices ``indices[r]``.
+
+        The received parts have the shapes of rank ``parts[r]``'s parts of those matrices.
+        """
         like = self._tensors[0]
         flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         shapes = [

@@ -1,4 +1,4 @@
-"""Muon, on any number of ranks."""
+"""The Muon optimizer, for sharded and unsharded models."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from primerl._common.ranks import local_part
 from primerl.optim.cpu_adamw import update_adamw
-from primerl.optim.layouts import Matrices, join_outputs, split_outputs
+from primerl.optim.fused_matrices import Matrices, join_outputs, split_outputs
 from primerl.optim.matrix_exchange import map_matrices, matrix_sharding
 from primerl.optim.newton_schulz import orthogonalize
 
@@ -19,47 +19,48 @@ ADJUSTMENTS = ("match_rms_adamw", "original")
 
 
 class Muon(Optimizer):
-    """Momentum, orthogonalized matrix by matrix; AdamW for parameters that are not matrices.
+    """Muon optimizer: orthogonalized momentum for matrices, and AdamW for other parameters.
 
         B <- m B + (1 - m) G,   U = orthogonalize((1 - m) G + m B),
         W <- W - lr (weight_decay W + scale U)
 
-    as in Keller Jordan's https://kellerjordan.github.io/posts/muon, with the ``scale`` of Moonlight
-    (arXiv:2502.16982): 0.2 sqrt(max(rows, columns)), so that updates have the RMS of AdamW's, and
-    its learning rate and weight decay carry over. Parameters are matrices or stacks of them,
-    ``[n, rows, columns]``, such as the experts of a layer: each is orthogonalized by itself.
+    The algorithm is Keller Jordan's (https://kellerjordan.github.io/posts/muon), with the ``scale``
+    of Moonlight (arXiv:2502.16982): 0.2 sqrt(max(rows, columns)). With it, updates have the RMS of
+    AdamW's, so AdamW's learning rate and weight decay carry over. Parameters are matrices or stacks
+    of matrices, ``[n, rows, columns]``, such as the experts of a layer; each matrix is
+    orthogonalized separately.
 
         optimizer = optim.Muon(optim.muon_parameters(model), lr=1e-6)
 
-    Parameters may be sharded (``parallel.shard``). Each matrix is then gathered on one rank, which
-    orthogonalizes it, and ranks get about equal work; experts that lie whole on their rank stay
-    there. The result is that of one process, in float32 on a CPU bitwise. All ranks call ``step``,
-    with gradients for the same parameters.
+    Parameters may be sharded (``parallel.shard``). Each matrix is then gathered and orthogonalized
+    on one rank, and work is divided about equally over ranks; experts that are whole on their rank
+    are not moved. The result equals that of a single process, bitwise in float32 on a CPU. Call
+    ``step`` on all ranks, with gradients for the same parameters.
 
     Args:
-        params: matrices; or groups with, besides the hyperparameters below,
+        params: matrices, or parameter groups. Besides the hyperparameters below, a group may have
 
             - ``algorithm``: ``"muon"`` (the default) or ``"adamw"``;
-            - ``split``: None, or sizes ``(a, b, ..)`` where a parameter holds several matrices: the
+            - ``split``: None, or sizes ``(a, b, ..)`` if each parameter holds several matrices: the
               first a of its outputs belong to one, the next b to another, and so on, repeated until
-              the outputs end (``Matrices``). They are orthogonalized one by one, so that gate and
-              up projections are updated alike in one parameter and in two;
+              the outputs end (see ``Matrices``). The matrices are orthogonalized separately, so
+              gate and up projections get the same update whether or not they are fused;
             - ``transposed``: whether matrices are ``[inputs, outputs]``.
         lr: the learning rate.
-        momentum: m.
-        nesterov: U as above; otherwise U = orthogonalize(B).
-        weight_decay: decoupled.
-        adjust_lr: ``"match_rms_adamw"``, as above, or ``"original"``, where ``scale`` is
+        momentum: the decay rate m.
+        nesterov: use U as above; if False, U = orthogonalize(B).
+        weight_decay: decoupled weight decay.
+        adjust_lr: ``"match_rms_adamw"`` for the scale above, or ``"original"`` for
             sqrt(max(1, outputs / inputs)).
-        betas: of AdamW.
-        eps: of AdamW.
-        steps: of the Newton-Schulz iteration.
-        dtype: of the Newton-Schulz iteration and of the matrices sent between ranks.
+        betas: decay rates of AdamW's moments.
+        eps: added to AdamW's denominator.
+        steps: number of Newton-Schulz iterations.
+        dtype: dtype of the Newton-Schulz iteration and of the matrices sent between ranks.
 
     Raises:
-        ValueError: a hyperparameter is out of range, a group's ``algorithm`` or ``split`` is wrong,
-            or a parameter for ``"muon"`` does not have 2 or 3 dimensions or is sharded in a way
-            that can't be gathered.
+        ValueError: a hyperparameter is out of range, a group's ``algorithm`` or ``split`` is
+            invalid, or a parameter for ``"muon"`` does not have 2 or 3 dimensions or is sharded in
+            a way that Muon can't gather.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Muon(Optimizer):
         if not lr >= 0 or not weight_decay >= 0:
             raise ValueError(f"lr is {lr}, weight_decay {weight_decay}; expected at least 0")
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}, expected 0 or more, and less than 1")
+            raise ValueError(f"momentum is {momentum}, expected at least 0 and less than 1")
         if steps < 1:
             raise ValueError(f"steps is {steps}, expected at least 1")
         if adjust_lr not in ADJUSTMENTS:
@@ -101,16 +102,18 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with their own hyperparameters; raises what the class raises."""
+        """Add a parameter group with its own hyperparameters; raises the errors of the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["algorithm"] not in ALGORITHMS:
-            raise ValueError(f"a group has algorithm {group['algorithm']!r}; expected {ALGORITHMS}")
+            raise ValueError(
+                f"a group has algorithm {group['algorithm']!r}; expected one of {ALGORITHMS}"
+            )
         matrices = _matrices(group)
         for parameter in group["params"] if group["algorithm"] == "muon" else ():
             if parameter.ndim not in (2, 3):
                 raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is no matrix and no stack of "
+                    f"a parameter of shape {tuple(parameter.shape)} is not a matrix or a stack of "
                     'matrices; put it into a group with algorithm "adamw", as muon_parameters does'
                 )
             if not matrices.fits(parameter):
@@ -123,7 +126,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
+        """Update the parameters that have gradients; return the result of ``closure``, if given."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
@@ -140,7 +143,7 @@ class Muon(Optimizer):
     def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
         momenta = [self._momentum(parameter, group) for parameter, group in matrices]
         if not any(group["lr"] for _, group in matrices):
-            return  # loading a checkpoint makes states by a step with lr 0, which needs no updates
+            return  # loading a checkpoint runs a step with lr 0, only to create the states
 
         def orthogonal(stack: Tensor, index: int) -> Tensor:
             parameter, group = matrices[index]
@@ -160,7 +163,7 @@ class Muon(Optimizer):
             local.add_(update.view_as(local), alpha=-group["lr"] * _scale(parameter, group))
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The momentum to orthogonalize, ``[n, rows, columns]``."""
+        """Update a parameter's momentum, and return the ``[n, rows, columns]`` to orthogonalize."""
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
         if not state:
@@ -191,7 +194,7 @@ def _matrices(group: dict[str, Any]) -> Matrices:
 
 
 def _scale(parameter: Tensor, group: dict[str, Any]) -> float:
-    """The largest scale of a parameter's matrices."""
+    """Return the largest scale of a parameter's matrices."""
     matrices = _matrices(group)
     outputs = matrices.outputs(parameter)
     inputs = parameter.shape[-2 if matrices.transposed else -1]

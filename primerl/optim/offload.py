@@ -13,22 +13,23 @@ PART_ELEMENTS = 2**28
 
 
 class Offload(Optimizer):
-    """Keep the states of an optimizer in host memory; the update is computed on the device.
+    """Optimizer wrapper that keeps states in host memory and computes updates on the device.
 
-    A step updates the parameters part by part: while one part is updated, the states of the next
-    are copied to the device and those of the last back. The update is bitwise the optimizer's own.
-    Use it in place of the optimizer, also for learning-rate schedules and checkpoints:
+    A step updates the parameters part by part. While one part is updated, the states of the next
+    are copied to the device, and those of the previous are copied back. Results are bitwise those
+    of the wrapped optimizer. Use the wrapper in its place, also for learning-rate schedules and
+    checkpoints:
 
         optimizer = optim.Offload(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
 
-    On a CUDA device, host memory is pinned and copies overlap with computation; on a CPU, states
-    are copied, too.
+    On a CUDA device, host memory is pinned, and copies overlap with computation. On a CPU, states
+    are copied too.
 
     Args:
-        optimizer: one that updates each parameter from its own gradient and states, such as
-            ``AdamW``, ``SGD`` or ``Muon``.
-        part_elements: elements of the parameters in a part, over all ranks. The states of two parts
-            are on the device at a time.
+        optimizer: an optimizer that updates each parameter from its own gradient and states, such
+            as ``AdamW``, ``SGD`` or ``Muon``.
+        part_elements: number of parameter elements in a part, over all ranks. The states of two
+            parts are on the device at a time.
 
     Raises:
         ValueError: ``part_elements`` is below 1.
@@ -45,7 +46,7 @@ class Offload(Optimizer):
         self._keep_on_host()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer."""
+        """Add a parameter group to the wrapped optimizer."""
         if any(group is param_group for group in self._optimizer.param_groups):
             super().add_param_group(param_group)
         else:
@@ -54,7 +55,7 @@ class Offload(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients; returns what ``closure`` returns, if any."""
+        """Update the parameters that have gradients; return the result of ``closure``, if given."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         gradients = {p: p.grad for p in _parameters(self._optimizer) if p.grad is not None}
@@ -79,17 +80,17 @@ class Offload(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, whose tensors are in host memory."""
+        """Return the state dict of the wrapped optimizer; its tensors are in host memory."""
         self._copies.finish()
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state; all of it is on the device for a moment."""
+        """Load a state dict; while it loads, all states are on the device at once."""
         self._optimizer.load_state_dict(state_dict)
         self._keep_on_host()
 
     def _keep_on_host(self) -> None:
-        """Take over the optimizer's groups and move its states to the host."""
+        """Adopt the wrapped optimizer's groups, and move its states to the host."""
         self.param_groups = list(self._optimizer.param_groups)
         self.state = self._optimizer.state
         self._store(_parameters(self._optimizer))
@@ -120,7 +121,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _parts(parameters: Iterable[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Parts, the same on every rank: a sharded parameter counts with its full size."""
+    """Divide parameters into parts by full (unsharded) size, so that parts agree on all ranks."""
     part: list[Tensor] = []
     held = 0
     for parameter in parameters:
@@ -134,34 +135,34 @@ def _parts(parameters: Iterable[Tensor], elements: int) -> Iterator[list[Tensor]
 
 
 class _Copies:
-    """Copies between host and device, on one CUDA stream for each direction."""
+    """Copies of states between host and device, on one CUDA stream per direction."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._device = parameters[0].device
         self._cuda = self._device.type == "cuda"
         self._in, self._out = _stream(self._device), _stream(self._device)
         self._updates: torch.cuda.Stream | None = None
-        """The stream on which the update uses what was copied."""
+        """The stream on which the update uses the copied states."""
 
     def to_device(self) -> torch.cuda.StreamContext:
-        """Within it, copies go to the device."""
+        """Return a context in which to copy states to the device."""
         if self._cuda:
             self._updates = torch.cuda.current_stream(self._device)
         return torch.cuda.stream(self._in)
 
     def to_host(self) -> torch.cuda.StreamContext:
-        """Within it, copies go to the host, after the update that precedes it."""
+        """Return a context in which to copy states to the host, after the preceding update."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._out)
 
     def begin(self) -> None:
-        """Copies to the device wait for the copies to the host of the previous step."""
+        """Make copies to the device wait for the previous step's copies to the host."""
         if self._in is not None and self._out is not None:
             self._in.wait_stream(self._out)
 
     def arrive(self) -> None:
-        """Computation that follows waits for the copies to the device."""
+        """Make subsequent computation wait for the copies to the device."""
         if self._in is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._in)
 
@@ -171,19 +172,19 @@ class _Copies:
             self._out.synchronize()
 
     def like(self, value: Tensor) -> Tensor:
-        """Host memory for a state; none on the ``meta`` device."""
+        """Allocate host memory for a state, or an empty tensor if it is on the ``meta`` device."""
         host = "meta" if value.is_meta else "cpu"
         return torch.empty_like(value, device=host, pin_memory=self._cuda)
 
     def fetched(self, value: Tensor) -> Tensor:
-        """A state, on the device."""
+        """Copy a state to the device."""
         fetched = value.to(self._device, non_blocking=True, copy=True)
-        if self._updates is not None:  # it uses what was allocated on another stream
+        if self._updates is not None:  # that stream uses memory allocated on the copy stream
             local_part(fetched).record_stream(self._updates)
         return fetched
 
     def store(self, value: Tensor, kept: Tensor) -> None:
-        """A state, back in host memory."""
+        """Copy a state back to host memory."""
         local_part(kept).copy_(local_part(value), non_blocking=True)
         if self._out is not None:
             local_part(value).record_stream(self._out)

@@ -1,20 +1,20 @@
-"""Finding the routers of a model: the layers that score experts."""
+"""Search for the routers of a model, which are the layers that score experts."""
 
 from collections.abc import Collection
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from primerl.optim.layouts import is_linear, linear_children, sizes, unknown
+from primerl.optim.fused_matrices import is_linear, linear_children, sizes, unknown
 
 
 class Routers:
-    """The routers of a model: the layers with one output for each expert of their block."""
+    """The routers of a model: the layers with one output per expert of their block."""
 
     def __init__(self, modules: dict[str, nn.Module], stated: Collection[str]) -> None:
         self._modules, self._stated = modules, stated
         self._routers: set[tuple[str, str]] = set()
-        """``(path of a layer, "")``, or the path of a module and the name of its parameter."""
+        """Entries are (path of a layer, "") or (path of a module, name of its parameter)."""
         stacks: dict[str, set[tuple[int, ...]]] = {}
         for path, module in modules.items():
             shapes = {tuple(p.shape) for p in module.parameters(recurse=False) if p.ndim == 3}
@@ -27,11 +27,11 @@ class Routers:
             self._find(block, shapes)
 
     def includes(self, layer: str, own: str) -> bool:
-        """Whether a layer's parameter is a router's."""
+        """Whether a layer's parameter belongs to a router."""
         return (layer, "") in self._routers or (layer, own) in self._routers
 
     def _block(self, path: str) -> str:
-        """The parent of a module of experts, outside its adapters."""
+        """Return the path of the parent of an experts module, outside its adapters."""
         path = path.rpartition(".")[0]
         while path and hasattr(self._modules[path], "base_layer"):
             path = path.rpartition(".")[0]
@@ -53,13 +53,13 @@ class Routers:
         names = ", ".join(".".join(one).rstrip(".") for one in sorted(found)) or "no layer"
         raise unknown(
             f"the router of {block or 'the model'}",
-            f"{names} has one output for each of the experts, of shapes {sorted(stacks)}",
+            f"{names} has one output per expert, for experts of shapes {sorted(stacks)}",
         )
 
     def _scoring(
         self, block: str, experts: set[int], widths: set[int] | None
     ) -> set[tuple[str, str]]:
-        """Layers with an output for each expert: children of the block, or only children of one."""
+        """Find layers with one output per expert: children of a block, or a child's only layer."""
         found = set()
         children = {
             f"{block}.{name}".lstrip("."): child

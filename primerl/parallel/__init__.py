@@ -1,7 +1,7 @@
 """Training on several ranks: process group, mesh, FSDP2, expert and context parallelism.
 
 The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 8 recipe.py``. With
-one rank, no process group is made and models are left as they are.
+one rank, no process group is created and models are not sharded.
 """
 
 from primerl.parallel.activation import recompute
@@ -11,11 +11,11 @@ from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, take_expert_counts
 from primerl.parallel.expert_parallel.load import balance_experts, load_statistics
 from primerl.parallel.gradients import clip_gradients, freeze_indexer
+from primerl.parallel.host_values import all_sum, gather, scatter
 from primerl.parallel.launch.cpu import configure_cpu, freeze_gc, native_dtype
 from primerl.parallel.launch.world import World, process_group
-from primerl.parallel.scattering import all_sum, gather, scatter
 from primerl.parallel.sharding import shard
-from primerl.parallel.updates import UpdateGuard
+from primerl.parallel.step_guard import UpdateGuard
 
 __all__ = [
     "AllToAll",

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recomputed in the backward pass, kept selectively, or offloaded."""
+"""Activation checkpointing, full or selective, with optional offloading to host memory."""
 
 import inspect
 from functools import partial
@@ -21,7 +21,8 @@ from primerl._common.forward_passes import recomputation_method
 M = TypeVar("M", bound=nn.Module)
 
 ORDER = "recompute -> shard -> compile"
-# Matrix products, attention, exchanges with other ranks, and the choice of experts.
+# Operations whose results selective checkpointing saves: matrix products, attention, communication
+# between ranks, and the choice of experts.
 KEPT_OPERATIONS = frozenset(
     {
         "aten::mm",
@@ -42,54 +43,54 @@ KEPT_PREFIXES = (
     "primerl::",
 )
 SMALLEST_OFFLOADED = 2**16
-"""Bytes: smaller activations stay on the device."""
+"""Minimum size of an offloaded activation, in bytes; smaller ones stay on the device."""
 
 
 def recompute(model: M, *, selective: bool = False, every: int = 1, offload: bool = False) -> M:
-    """Recompute layers' activations in the backward pass instead of keeping them.
+    """Enable activation checkpointing: recompute each layer in the backward pass.
 
-    Only each layer's input is kept (``transformers``' activation checkpointing). Losses
+    Only each layer's input is saved (``transformers``' activation checkpointing). Losses
     and gradients stay bitwise equal. Call it before ``shard``:
 
         parallel.shard(parallel.recompute(model), mesh)
 
     Args:
         model: a Hugging Face model in training mode, on any device.
-        selective: also keep the results of matrix products, attention and exchanges with other
-            ranks: takes more memory, and leaves little to recompute.
-        every: 2 recomputes every second layer, 3 every third, and so on.
+        selective: also save the results of matrix products, attention and communication between
+            ranks. This takes more memory and leaves little to recompute.
+        every: checkpoint every n-th layer: 2 recomputes every second layer, 3 every third.
         offload: move layers' inputs, and activations outside layers, to pinned host memory on a
             separate stream, and back before they are needed.
 
     Raises:
-        ValueError: the model is sharded already, is in evaluation mode (in which transformers
-            recomputes nothing) or does not support recomputation, or ``every`` is below 1.
+        ValueError: the model is already sharded, is in evaluation mode (where transformers
+            does not recompute) or does not support recomputation, or ``every`` is below 1.
     """
     refuse_virtual_tokens(model)
     if every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(f"the model is sharded already; the order is {ORDER}")
+        raise ValueError(f"the model is already sharded; the order is {ORDER}")
     if not model.training:
         raise ValueError(
-            "the model is in evaluation mode, in which transformers recomputes nothing; call "
-            "model.train() first"
+            "the model is in evaluation mode, where transformers does not recompute activations; "
+            "call model.train() first"
         )
     enable = recomputation_method(model)
     if enable is None:
         raise ValueError(
-            f"{type(model).__name__} has no activation_checkpointing_enable; expected a model of "
-            "transformers"
+            f"{type(model).__name__} has no activation_checkpointing_enable; expected a "
+            "transformers model"
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if selective:
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-            # What is kept here stays on the device also with ``offload``; from torch 2.14 on.
+            # From torch 2.14 on: keep the saved results on the device, even with ``offload``.
             arguments["respect_saved_tensors_hooks"] = False
     layers = {} if every == 1 else {"every_n_layers": every}
     if layers and "every_n_layers" not in inspect.signature(enable).parameters:
-        raise ValueError(f"every is {every}, but this version of transformers takes 1 only")
+        raise ValueError(f"every is {every}, but this version of transformers only supports 1")
     enable(arguments, **layers)
     if offload:
         _Offloading().attach(model)
@@ -104,18 +105,18 @@ def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPoli
 
 
 class _Kept:
-    """One activation in host memory."""
+    """An activation offloaded to host memory."""
 
     def __init__(self, tensor: Tensor, on_host: Tensor, before: "_Kept | None") -> None:
         self.on_host = on_host
         self.device, self.strides = tensor.device, tensor.stride()
         self.before = before
-        """The one kept before it, which is needed next."""
+        """The activation saved before this one; the backward pass needs it next."""
         self.fetched: Tensor | None = None
 
 
 class _Offloading:
-    """Moves activations that a model's forward pass saves to host memory, and back."""
+    """Hooks that offload the activations saved by a model's forward pass, and fetch them back."""
 
     def __init__(self) -> None:
         self._last: _Kept | None = None
@@ -162,13 +163,13 @@ class _Offloading:
             current.wait_stream(self._stream)
             fetched.record_stream(current)
         if kept.before is not None and kept.before.fetched is None:
-            kept.before.fetched = self._fetch(kept.before)  # while this one is used
+            kept.before.fetched = self._fetch(kept.before)  # overlaps with the use of ``fetched``
         return fetched
 
     def _fetch(self, kept: _Kept) -> Tensor:
         like = kept.on_host
         with torch.cuda.stream(self._stream):
-            # With the same strides, on which rounding in a product may depend.
+            # Keep the original strides: rounding in matrix products may depend on them.
             fetched = torch.empty_strided(
                 like.shape, kept.strides, dtype=like.dtype, device=kept.device
             )
@@ -176,7 +177,7 @@ class _Offloading:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Whether it is large, and no parameter, view of one, or expanded tensor."""
+    """Whether to offload: a large tensor that is not a parameter, view of one, or expanded."""
     whole = tensor if tensor._base is None else tensor._base
     return (
         not isinstance(tensor, DTensor)

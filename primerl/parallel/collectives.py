@@ -1,7 +1,7 @@
-"""Collectives under names that every supported torch has, and a functional all-to-all.
+"""Collectives that work with every supported torch version, and a functional all-to-all.
 
-Selective checkpointing can't keep what ``torch.distributed`` writes into an existing tensor, so
-``all_to_all`` returns a new one.
+``all_to_all`` returns a new tensor, because selective checkpointing can't save results that
+``torch.distributed`` writes into an existing one.
 """
 
 from typing import Any
@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Names in torch 2.13, where the older ones are deprecated, and in torch 2.11.
+# Torch 2.13 renamed these functions and deprecated the old names; torch 2.11 has only the old ones.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# A torch operator takes the name of a group, not the group.
+# Process groups by name: a torch operator can take a string as an argument, but not a group.
 _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def gather_rows_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks of a group, which have equally many, in order; without gradient."""
+    """All-gather rows in rank order, without gradient; every rank must have equally many."""
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     all_gather(out, x.contiguous(), group=group)
     return out

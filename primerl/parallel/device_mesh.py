@@ -1,4 +1,4 @@
-"""The device mesh: which ranks share parameters, experts and documents."""
+"""The device mesh: the groups of ranks that share parameters, experts and documents."""
 
 import attrs
 import torch
@@ -11,52 +11,54 @@ LAYOUT = "world = replicate * fsdp * cp, and ep divides fsdp * cp"
 
 @attrs.frozen(kw_only=True, eq=False)
 class Mesh:
-    """The arrangement of the ranks, made by ``mesh``.
+    """The arrangement of the ranks, created by ``parallel.mesh``.
 
-    Context-parallel ranks are neighbours: rank ``(replica * fsdp + i) * cp + j`` holds part j of
-    its batch. Parameters are sharded over the ``fsdp * cp`` ranks of a replica, and experts over
-    every ``ep`` successive ones of these.
+    Context-parallel ranks are adjacent: rank ``(replica * fsdp + i) * cp + j`` holds part j of
+    its batch. Parameters are sharded over the ``fsdp * cp`` ranks of a replica. Within a replica,
+    experts are divided over each block of ``ep`` consecutive ranks.
     """
 
     replicate: int
-    """Copies of the model (HSDP): parameters are sharded within each, gradients summed over all."""
+    """Number of model replicas (HSDP): parameters are sharded within each, gradients summed over
+    all."""
     fsdp: int
-    """Ranks of a replica with different batches."""
+    """Number of ranks per replica that train on different batches."""
     ep: int
-    """Ranks among which the experts of a layer are divided."""
+    """Number of ranks among which the experts of a layer are divided (expert parallel)."""
     cp: int
-    """Ranks among which each micro-batch is divided."""
+    """Number of ranks among which each micro-batch is divided (context parallel)."""
     parameters: DeviceMesh | None = None
-    """Of dimensions ``replicate`` and ``shard``; None in a world of one, as are the others."""
+    """Device mesh of parameters, with dimensions ``replicate`` and ``shard``; None on one rank."""
     experts: DeviceMesh | None = None
-    """Of dimensions ``replicate``, ``expert_shard`` and ``expert``."""
+    """Device mesh of experts, with dimensions ``replicate``, ``expert_shard`` and ``expert``;
+    None on one rank."""
     documents: DeviceMesh | None = None
-    """Of dimensions ``batch`` and ``context``."""
+    """Device mesh of documents, with dimensions ``batch`` and ``context``; None on one rank."""
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.replicate * self.fsdp * self.cp
 
     @property
     def batches(self) -> int:
-        """Number of micro-batches trained at once, which ``packing.pack`` takes as ``ranks``."""
+        """Number of micro-batches trained at once: the argument ``ranks`` of ``packing.pack``."""
         return self.replicate * self.fsdp
 
     @property
     def expert_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which experts are divided; None if each holds all."""
+        """Process group among which experts are divided; None if every rank holds all experts."""
         return self.experts.get_group("expert") if self.experts and self.ep > 1 else None
 
     @property
     def context_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which a micro-batch is divided; None if each has a whole one."""
+        """Process group among which a micro-batch is divided; None without context parallelism."""
         return self.documents.get_group("context") if self.documents and self.cp > 1 else None
 
     def context_sum(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over the ranks that share documents, without gradient.
+        """Sum ``x`` over the ranks that share documents, without gradient.
 
-        What losses over whole sequences, such as ``loss.gspo``, take as ``all_sum``.
+        Pass this method as ``all_sum`` to losses over whole sequences, such as ``loss.gspo``.
         """
         if self.context_group is None:
             return x
@@ -66,24 +68,26 @@ class Mesh:
 
 
 def mesh(*, replicate: int = 1, fsdp: int = -1, ep: int = 1, cp: int = 1) -> Mesh:
-    """Arrange the ranks of the running process group.
+    """Arrange the ranks of the current process group into a mesh.
 
         with parallel.process_group():
             mesh = parallel.mesh(ep=8, cp=4)
             parallel.shard(model, mesh)
 
-    ``world = replicate * fsdp * cp``, and ``ep`` divides ``fsdp * cp``. Every rank calls it, after
-    the process group is made.
+    ``world = replicate * fsdp * cp``, and ``ep`` divides ``fsdp * cp``. Call it on every rank,
+    after the process group is created.
 
     Args:
-        replicate: copies of the model (HSDP): parameters are gathered within a replica only, such
-            as a node or a few, and gradients summed over replicas. 1: one copy (FSDP).
-        fsdp: ranks of a replica with different batches; -1: as many as there are.
-        ep: ranks among which the experts of each layer are divided (expert parallel).
-        cp: ranks among which the rows of each micro-batch are divided (context parallel).
+        replicate: number of model replicas (HSDP). Parameters are gathered within a replica only,
+            such as one node or a few, and gradients are summed over replicas. 1 is plain FSDP.
+        fsdp: number of ranks per replica that train on different batches; -1 uses all ranks that
+            ``replicate`` and ``cp`` leave.
+        ep: number of ranks among which the experts of each layer are divided (expert parallel).
+        cp: number of ranks among which the rows of each micro-batch are divided (context
+            parallel).
 
     Raises:
-        ValueError: the sizes do not fit the world.
+        ValueError: the sizes do not fit the number of ranks.
     """
     sizes = {"replicate": replicate, "fsdp": fsdp, "ep": ep, "cp": cp}
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -91,7 +95,7 @@ def mesh(*, replicate: int = 1, fsdp: int = -1, ep: int = 1, cp: int = 1) -> Mes
     for name, size in sizes.items():
         if size < 1 and not (name == "fsdp" and size == -1):
             raise ValueError(f"{asked}: {name} is {size}, expected at least 1")
-    hint = "" if dist.is_initialized() else "; a world of one: under torchrun, call it within "
+    hint = "" if dist.is_initialized() else "; no process group: under torchrun, call it within "
     hint += "" if dist.is_initialized() else "`with parallel.process_group():`"
     if fsdp == -1:
         if world % (replicate * cp):
@@ -102,7 +106,7 @@ def mesh(*, replicate: int = 1, fsdp: int = -1, ep: int = 1, cp: int = 1) -> Mes
         fsdp = world // (replicate * cp)
     if replicate * fsdp * cp != world:
         raise ValueError(
-            f"{asked} takes {replicate * fsdp * cp} ranks, but there are {world}; {LAYOUT}{hint}"
+            f"{asked} needs {replicate * fsdp * cp} ranks, but there are {world}; {LAYOUT}{hint}"
         )
     if (fsdp * cp) % ep:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism (FSDP2), with expert and context parallelism, for any model."""
+"""Sharding of a model by FSDP2, combined with expert and context parallelism."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,33 +33,34 @@ def shard(
     matmul: GroupedMatmul | None = None,
     context: str | None = None,
 ) -> M:
-    """Divide a model among the ranks of a mesh, in place, and return it.
+    """Shard a model in place over the ranks of a mesh, and return it.
 
     Experts are divided over ``mesh.ep`` ranks, attention over the ``mesh.cp`` ranks that share
-    documents, and each parameter over the ``fsdp * cp`` ranks of a replica: each layer (an entry
-    of the model's outermost ``nn.ModuleList``) is gathered while it computes, and what is around
-    the layers with the whole model (``torch.distributed.fsdp.fully_shard``). Every rank starts
-    from rank 0's values. Gradients are *summed* over ranks, not averaged: each rank's loss is
-    already divided by the global number of trained tokens. Make the optimizer afterwards. In a
-    world of one, the model is left as it is, but for ``dtype`` and ``matmul``.
+    documents, and every parameter over the ``fsdp * cp`` ranks of a replica
+    (``torch.distributed.fsdp.fully_shard``). Each layer (an entry of the model's outermost
+    ``nn.ModuleList``) is gathered while it computes; parameters outside the layers are gathered
+    with the whole model. All ranks start from rank 0's values. Gradients are *summed* over ranks,
+    not averaged, because each rank's loss is already divided by the global number of trained
+    tokens. Create the optimizer afterwards. On one rank, only ``dtype`` and ``matmul`` have an
+    effect.
 
     Args:
-        model: on this rank's device, the same architecture on every rank. On the ``meta`` device:
-            its parameters stay without values, for ``models.load_shards``.
-        mesh: made by ``parallel.mesh``; all ranks as one replica by default.
-        dtype: that layers compute in, such as ``torch.bfloat16``, while parameters keep theirs and
-            gradients are added in float32; None computes in the parameters' dtype.
+        model: the model, on this rank's device, with the same architecture on every rank. On the
+            ``meta`` device, its parameters stay without values until ``models.load_shards``.
+        mesh: from ``parallel.mesh``; by default, all ranks form one replica.
+        dtype: the dtype that layers compute in, such as ``torch.bfloat16``. Parameters keep their
+            dtype and gradients are reduced in float32. None computes in the parameters' dtype.
         dispatch: how tokens are sent to their experts: ``AllToAll``, or ``DeepEP`` on GPUs.
         matmul: multiplies rows sorted by expert with each expert's matrix, ``(x[n, i],
             weights[e, i, o], ends[e]) -> [n, o]``; ``torch.nn.functional.grouped_mm`` by default.
-        context: the method of context parallel attention, where ``mesh.cp > 1``: ``"ulysses"``
-            (ranks exchange rows for heads) or ``"gathered"`` (each gets all keys and values); None:
-            ``"ulysses"`` where ``cp`` divides the number of query heads.
+        context: method of context-parallel attention, if ``mesh.cp > 1``: ``"ulysses"`` (each rank
+            computes some heads over all rows) or ``"gathered"`` (each rank gathers all keys and
+            values). None uses ``"ulysses"`` if ``cp`` divides the number of query heads.
 
     Raises:
-        ValueError: the model is sharded already, a layer shares a weight with a part outside it,
-            parameters have different dtypes, the family cannot be divided this way, or the model
-            has an adapter of prompt or prefix tuning.
+        ValueError: the model is already sharded, a layer shares a weight with a module outside it,
+            parameters have different dtypes, the model family does not support this division, or
+            the model has an adapter of prompt or prefix tuning.
     """
     mesh = mesh or make_mesh()
     refuse_virtual_tokens(model)
@@ -67,7 +68,7 @@ def shard(
     if dtype == next(model.parameters()).dtype:
         dtype = None
     if isinstance(model, FSDPModule):
-        raise ValueError("the model is sharded already; call parallel.shard once")
+        raise ValueError("the model is already sharded; call parallel.shard once")
     if mesh.parameters is not None:
         _require_one_dtype(model)
         _require_own_weights(model, list(_layers(model)))
@@ -91,18 +92,18 @@ def shard(
     parts: list[nn.Module] = [*_layers(model).values(), model]
     for part in parts:
         for module in part.modules():
-            if module in experts:  # before their layer, whose sharding then skips them
+            if module in experts:  # before their layer, so that sharding the layer skips them
                 _shard_part(module, experts.pop(module), policy)
         _shard_part(part, whole, policy)
     return model
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let every forward pass of a model that is not sharded compute in ``dtype``.
+    """Run every forward pass of an unsharded model under ``torch.autocast`` to ``dtype``.
 
-    Parameters and gradients keep theirs. By ``torch.autocast``, as sharding does by gathering
-    parameters in ``dtype``: matrix products and attention are in 16 bits, reductions such as norms
-    and softmax in 32.
+    Parameters and gradients keep their dtype. Matrix products and attention are computed in 16
+    bits, and reductions such as norms and softmax in 32. A sharded model needs no autocast, because
+    its parameters are gathered in ``dtype``.
     """
     entered: list[ExitStack] = []
 
@@ -120,7 +121,7 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _replicated(mesh: Mesh, dimension: str) -> DeviceMesh:
-    """The mesh over which parameters are sharded, and replicated if there are several replicas."""
+    """The mesh of a sharded dimension, with the replicate dimension if there are replicas."""
     both = mesh.parameters if dimension == "shard" else mesh.experts
     assert both is not None
     return both["replicate", dimension] if mesh.replicate > 1 else both[dimension]
@@ -130,7 +131,7 @@ def _shard_part(part: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy)
     ranks = mesh.size(-1)
 
     def place(parameter: nn.Parameter) -> Shard:
-        # Where ranks can't have equally many experts, shard each matrix.
+        # If the ranks can't hold equal numbers of experts, shard each matrix instead.
         sizes = local_part(parameter).shape if isinstance(parameter, DTensor) else ()
         equal = (axis for axis, size in enumerate(sizes) if size % ranks == 0)
         return Shard(next(equal, 0))
@@ -148,13 +149,13 @@ def _require_one_dtype(model: nn.Module) -> None:
     if len(by_dtype) > 1:
         found = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
         raise ValueError(
-            f"parameters have different dtypes ({found}); convert the model first, such as by "
-            "model.float(), and pass shard(dtype=torch.bfloat16) to compute in another"
+            f"parameters have different dtypes ({found}); convert the model first, for example by "
+            "model.float(), and pass shard(dtype=torch.bfloat16) to compute in another dtype"
         )
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The entries of the outermost module lists, by name: a layer may have a list of experts."""
+    """The model's layers by name: entries of module lists that are not inside another list."""
     lists = {n: part for n, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     return {
         f"{name}.{index}": layer
@@ -170,6 +171,7 @@ def _require_own_weights(model: nn.Module, layers: list[str]) -> None:
         owner = next((layer for layer in layers if name.startswith(f"{layer}.")), "")
         if owners.setdefault(id(parameter), owner) != owner:
             raise ValueError(
-                f"{name} is shared between a layer and another part of the model; sharding would "
-                "part the two. Only weights outside the layers, or within one, may be shared"
+                f"{name} is shared between a layer and another part of the model, so sharding "
+                "would separate the two. Only weights outside all layers, or within one layer, may "
+                "be shared"
             )

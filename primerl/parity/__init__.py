@@ -1,1 +1,1 @@
-"""Parity: is a family of models trained as plain Hugging Face code in one process trains it?"""
+"""Parity checks: sharded training of a family gives the results of plain Hugging Face code."""

@@ -1,4 +1,4 @@
-"""``python -m primerl.parity FAMILY``: compares training on a mesh with plain code."""
+"""``python -m primerl.parity FAMILY``: compare training on a mesh with plain Hugging Face code."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Parity checks: training by this library on a mesh, compared with ``parity.reference``."""
+"""Parity checks, which compare training by this library on a mesh with ``parity.reference``."""
 
 import math
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from primerl import models, parallel
 from primerl._common.optional import require
 from primerl.packing import PackedBatch
-from primerl.parity.reference import Document, Training
-from primerl.parity.training import make_batches, optimizer_for, resumed, train, whole
+from primerl.parity.mesh_training import make_batches, optimizer_for, resumed, train, whole
+from primerl.parity.reference import ReferenceDocument, Training
 from primerl.testing.families import tiny_family
 from primerl.testing.vocabulary import character_tokenizer
 
-# Later steps amplify rounding: a unit with input 0 up to rounding may be on here and off there.
+# Later steps amplify rounding: an activation near 0 may be positive here and negative there.
 TOLERANCES = {
     "logprobs": 2e-6,
     "entropies": 2e-6,
@@ -38,24 +38,24 @@ CONTEXT_METHODS = ("ulysses", "gathered")
 
 @attrs.frozen(kw_only=True)
 class MeshPlan:
-    """A mesh on which families are compared, and how training runs on it."""
+    """A mesh on which families are compared, with options of training."""
 
     replicate: int = 1
     ep: int = 1
     cp: int = 1
     context: str | None = None
-    """As for ``parallel.shard``."""
+    """Context parallel method, as in ``parallel.shard``."""
     recompute: bool = False
     """Whether layers recompute their activations (``parallel.recompute``)."""
     share_prefixes: bool = False
-    """As for ``packing.pack``."""
+    """Whether documents share prefixes, as in ``packing.pack``."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     resume: bool = False
-    """Whether another model, loaded from a checkpoint, makes the last step."""
+    """Whether the last step is made by another model, loaded from a checkpoint."""
 
     @property
     def name(self) -> str:
-        """Such as ``ep 2, cp 2``."""
+        """The name in the table, such as ``ep 2, cp 2``."""
         sizes = {"hsdp": self.replicate, "ep": self.ep, "cp": self.cp}
         names = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["fsdp"]
         names += [self.context] if self.context else []
@@ -68,13 +68,13 @@ class MeshPlan:
 
 @attrs.frozen(kw_only=True)
 class Finding:
-    """The result of one check: one line of the table."""
+    """The result of one check, a row of the table."""
 
     family: str
     mesh: str
     check: str
     measured: float | None = None
-    """The largest difference; None: refused, or it raised."""
+    """The largest difference; None if the family was refused, or an error was raised."""
     note: str = ""
 
     @property
@@ -92,12 +92,15 @@ class Finding:
 
 
 def differences(ours: Training, reference: Training) -> Iterator[tuple[str, float]]:
-    """The difference in each check: relative to the largest value or the norm, except choices."""
+    """Yield the difference in each check, relative to the largest value or norm.
+
+    The difference in expert choices is a number of tokens.
+    """
     for check in ("logprobs", "entropies"):
         mine, theirs = getattr(ours, check), getattr(reference, check)
         trained = ~theirs.isnan()
         largest = theirs[trained].abs().max().clamp(min=1.0)
-        as_planned = torch.equal(trained, ~mine.isnan())  # the same tokens are trained
+        as_planned = torch.equal(trained, ~mine.isnan())  # whether the same tokens are trained
         apart = (mine - theirs)[trained].abs().max() / largest
         yield check, _sup(apart.item()) if as_planned else math.inf
     gradients, clipped = reference.gradients, reference.clipped
@@ -112,7 +115,7 @@ def differences(ours: Training, reference: Training) -> Iterator[tuple[str, floa
 
 
 def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
-    """Number of tensors that differ after saving and loading a sharded model, and in a stream."""
+    """Yield the numbers of tensors that differ after saving and loading, and in the stream."""
     models.save_pretrained(model, folder, tokenizer=character_tokenizer("abc"))
     streamed = {name: tensor.clone() for name, tensor in models.checkpoint_tensors(model)}
     state = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}
@@ -130,16 +133,16 @@ def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str
 def on_mesh(
     family: str,
     settings: dict[str, Any],
-    sequences: list[Document],
+    sequences: list[ReferenceDocument],
     reference: Training,
     *,
     plan: MeshPlan,
     folder: Path | None,
 ) -> list[tuple[str, float]]:
-    """The differences of a family trained on a mesh, the largest of all ranks.
+    """Train a family on a mesh, and return the differences, the maximum over ranks.
 
-    ``reference`` was trained in one process, by the same optimizer. ``folder`` is an empty one on
-    rank 0, and None on the others.
+    ``reference`` was trained in one process, by the same optimizer. ``folder`` is an empty folder
+    on rank 0, and None on the other ranks.
     """
     mesh, rank = _mesh(plan.replicate, plan.ep, plan.cp), torch.distributed.get_rank()
     generators = []
@@ -157,7 +160,7 @@ def on_mesh(
         generators.append(resumed((model, optimizer), fresh, folder and folder / "run"))
         return fresh
 
-    kind, model = made(seed=rank)  # rank 0's parameters replace the others
+    kind, model = made(seed=rank)  # sharding broadcasts rank 0's parameters
     share = None
     if rank == 0:
         share = make_batches(sequences, ranks=mesh.batches, share_prefixes=plan.share_prefixes)
@@ -178,7 +181,7 @@ def on_mesh(
 
 
 def _from_all_ranks(mine: Tensor) -> Tensor:
-    """Each token's value from the rank that trained it; infinite where several did."""
+    """Combine each token's value from the rank that trained it; infinite if several did."""
     seen, total = (~mine.isnan()).long(), mine.nan_to_num(0.0, posinf=math.inf)
     for tensor in (seen, total):
         torch.distributed.all_reduce(tensor)
@@ -190,7 +193,7 @@ def _largest(mine: Tensor) -> Tensor:
     return mine
 
 
-@cache  # new groups for each would keep connections open
+@cache  # because new process groups for each mesh would keep connections open
 def _mesh(replicate: int, ep: int, cp: int) -> parallel.Mesh:
     return parallel.mesh(replicate=replicate, ep=ep, cp=cp)
 
@@ -204,7 +207,7 @@ def _norm(tensors: dict[str, Tensor]) -> float:
 
 
 def _furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference of tensors of the same name; a missing gradient is 0."""
+    """Return the largest difference of tensors of the same name; a missing gradient is 0."""
     apart = []
     for name in ours.keys() | theirs.keys():
         here, there = ours.get(name), theirs.get(name)
@@ -219,7 +222,7 @@ def _relative(ours: list[float], theirs: list[float], *, least: float = 1.0) -> 
 
 
 def _differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """Number of trained tokens sent to other experts, over all layers and steps."""
+    """Count the trained tokens sent to other experts, over all layers and steps."""
     if ours.keys() != theirs.keys():
         return math.inf
     return float(sum(int((ours[name] != theirs[name]).any(-1).sum()) for name in ours))

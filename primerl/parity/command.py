@@ -1,8 +1,8 @@
-"""Is a family of models trained on several ranks as plain code in one process trains it?
+"""The command that compares training on several ranks with plain code in one process.
 
 ``python -m primerl.parity qwen3_moe --ep 2 --cp 2`` trains the family's tiny version on packed
-documents on several ranks of this computer (gloo, CPU), and compares with plain Hugging Face code
-that computes each document alone, in one process. A family that passes is admitted.
+documents on several ranks of this computer (gloo, CPU), and compares the results with plain Hugging
+Face code that computes each document alone, in one process. A family that passes is admitted.
 """
 
 import json
@@ -32,21 +32,21 @@ ADMITTED, FAILED, REFUSED = 0, 1, 3
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """A family and the meshes that it is compared on."""
+    """A family and the meshes on which it is compared."""
 
     family: str
     """A ``model_type``, or a model folder."""
     meshes: Sequence[MeshPlan]
     settings: dict[str, Any] = attrs.field(factory=dict)
-    """Settings that replace those of the tiny configuration."""
+    """Settings that override the tiny configuration."""
     name: str = attrs.field(
         default=attrs.Factory(lambda self: Path(self.family).name, takes_self=True)
     )
-    """Its unique name in the table."""
+    """The family's unique name in the table."""
 
 
 def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
-    """The dimensions of a mesh, each alone, and the whole mesh, with various training options."""
+    """Plan each dimension of a mesh alone, and the whole mesh, with various training options."""
     whole: dict[str, Any] = {"replicate": replicate, "ep": ep, "cp": cp}
     plans = [
         MeshPlan(share_prefixes=True, resume=True),
@@ -65,7 +65,7 @@ def parts(*, replicate: int = 1, ep: int = 1, cp: int = 1) -> list[MeshPlan]:
 
 
 def all_kinds(world: int) -> list[MeshPlan]:
-    """All kinds of meshes of a world size, with options of training spread over them."""
+    """Plan all kinds of meshes of a world size, with training options distributed over them."""
     shapes = [
         MeshPlan(),
         MeshPlan(replicate=2),
@@ -88,20 +88,24 @@ def all_kinds(world: int) -> list[MeshPlan]:
 def applicable(
     family: str, plans: Sequence[MeshPlan]
 ) -> tuple[list[MeshPlan], list[tuple[MeshPlan, str]]]:
-    """The plans without options that don't apply to a family, and the plans changed so, and why."""
+    """Remove options that don't apply to a family.
+
+    Returns:
+        The remaining plans, and each plan that was changed, with the reason.
+    """
     try:
         model = tiny_family(family)
-    except ValueError:  # the ranks report the refusal
+    except ValueError:  # reported later by the ranks
         return list(plans), []
     missing = {}
     if not expert_modules(model):
         missing["ep"] = "no experts to divide"
     if not model.supports_gradient_checkpointing:
-        missing["recompute"] = "transformers recomputes none"
+        missing["recompute"] = "transformers can't recompute its activations"
     if model.config.model_type not in MUON_FAMILIES:
-        missing["optimizer"] = "no list of its matrices"
+        missing["optimizer"] = "no list of its matrices for Muon"
     if is_sparse(model):
-        missing["context"] = "keys are always gathered"
+        missing["context"] = "sparse attention always gathers keys"
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     plain = MeshPlan()
     kept, lost = [], []
@@ -127,14 +131,14 @@ def compare(
 
     Args:
         tasks: the families, in order, each with the meshes that apply to it.
-        world: number of ranks, on the CPU of this computer.
+        world: the number of ranks, on the CPU of this computer.
         timeout_s: how long ranks wait for each other, in seconds.
-        findings: a file (JSON Lines) of findings; cases that it has are not repeated.
+        findings: a file (JSON Lines) to append findings to; its cases are not run again.
     """
     with tempfile.TemporaryDirectory() as name:
         plan, results = Path(name, "plan.json"), findings or Path(name, "findings.jsonl")
         results.touch()
-        # Cases: the reference, and then the meshes.
+        # The cases of a task are the reference, then the meshes.
         done = [_cases_done(_read(results), task) for task in tasks]
         while any(count <= len(task.meshes) for count, task in zip(done, tasks, strict=True)):
             left = [i for i, task in enumerate(tasks) if done[i] <= len(task.meshes)]
@@ -161,9 +165,9 @@ def _plan(tasks: Sequence[tuple[Task, int]], timeout_s: float) -> str:
 
 
 def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
-    """Run the ranks; returns the error of the first that failed, if one did."""
+    """Run the ranks; return the error of the first rank that failed, or why none is known."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={world}", "-m", "primerl.parity.ranks"]
+    command += [f"--nproc-per-node={world}", "-m", "primerl.parity.rank_program"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         ended = subprocess.run(
@@ -177,7 +181,7 @@ def _launch(world: int, plan: Path, results: Path, *, timeout_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"the ranks did not end within {timeout_s:.0f} s"
     if ended.returncode == 0:
-        return "the ranks skipped it"
+        return "the ranks ended without a finding"
     lines = ended.stderr.splitlines()
     failed = [line for line in lines if "Error: rank" in line and "failed: " in line]
     errors = [line for line in lines if "Error: " in line]
@@ -191,7 +195,7 @@ def _read(results: Path) -> list[Finding]:
 
 
 def _cases_done(findings: Sequence[Finding], task: Task) -> int:
-    """Number of cases of a task that are done: the reference, then meshes in order."""
+    """Count the finished cases of a task: the reference, then meshes in order."""
     mine = [finding for finding in findings if finding.family == task.name]
     names = {finding.mesh for finding in mine}
     if any(f.mesh == "1 process" and f.measured is None for f in mine):
@@ -210,19 +214,18 @@ def main(
     matrix: bool = False,
     timeout_s: float = 60.0,
 ) -> int:
-    """Is a family trained on several ranks as plain code in one process trains it?
+    """Compare training of model families on several ranks with plain code in one process.
 
     Prints a table. The exit status is 0 if all checks pass (admitted), 1 if one fails, and 3 if the
     family or the mesh is refused; the last line says why. Options that do not apply to a family,
     such as expert parallelism without experts, are listed as not applicable.
 
     Args:
-        families: each a model_type, such as qwen3_moe, or a model folder, whose config.json is
-            shrunk.
-        world: number of ranks, on the CPU of this computer.
-        replicate: copies of the model (HSDP).
-        ep: ranks among which experts are divided.
-        cp: ranks among which the rows of each micro-batch are divided.
+        families: model_types, such as qwen3_moe, or model folders, whose config.json is shrunk.
+        world: the number of ranks, on the CPU of this computer.
+        replicate: the number of replicas of the model (HSDP).
+        ep: the number of ranks that share the experts.
+        cp: the number of ranks that share the rows of each micro-batch.
         matrix: compare on all kinds of meshes; by default seven families.
         timeout_s: how long ranks wait for each other, in seconds.
     """
@@ -248,7 +251,7 @@ def main(
 
 
 def terminal_table(findings: Sequence[Finding]) -> Any:
-    """A ``rich`` table of measured and allowed differences and the results."""
+    """Make a ``rich`` table of measured and allowed differences, and results."""
     table_of = require("rich.table", extra="recipes")
     escape = require("rich.markup", extra="recipes").escape
     table = table_of.Table(box=require("rich.box", extra="recipes").SIMPLE_HEAD)
@@ -274,7 +277,7 @@ def terminal_table(findings: Sequence[Finding]) -> Any:
 
 
 def versions() -> str:
-    """The versions that the findings were made with."""
+    """Return the versions of torch, transformers and Python, as text."""
     transformers = require("transformers", extra="transformers")
     return (
         f"torch {torch.__version__}, transformers {transformers.__version__}, "

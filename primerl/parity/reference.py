@@ -1,7 +1,7 @@
 """The parity reference: training in plain torch and transformers, in one process.
 
-Each document is computed alone by an unmodified model, and every formula is written out. Nothing of
-this package is imported here, so that no mistake can be on both sides.
+Each document is computed alone by an unmodified model, and every formula is written out. This
+module imports nothing of primerl, so that the two sides can't share a mistake.
 """
 
 import re
@@ -14,26 +14,27 @@ import torch
 from torch import Tensor, nn
 
 ENTROPY_BONUS = (0.05, 0.0, 0.05)
-"""For each step; there are as many steps."""
+"""Coefficient of the entropy bonus in each step; its length is the number of steps."""
 CLIP = 0.2
 LR = 3e-3
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.999)
 EPS = 1e-3
-"""Of AdamW: large, so that a gradient of 0 up to rounding makes no large step."""
+"""AdamW's epsilon, large so that gradients of 0 up to rounding make no large steps."""
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 ALONE = (7, 5, 16, 31, 1, 9)
-"""Lengths of documents that share nothing."""
+"""Lengths of documents without shared prefixes."""
 PROMPT, ANSWERS = 17, (5, 3, 8)
-"""Length of a prompt that some documents share, and of what follows in each."""
+"""Length of a prompt that some documents share, and of the answer in each of them."""
 TURNS = (20, 8, 3)
-"""The last documents: each is the one before, untrained, followed by so many more tokens."""
+"""Numbers of tokens that each of the last documents appends to the previous one, which is not
+trained again."""
 TEMPERATURES = (1.0, 0.7, 1.3)
 
 MUON_FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2")
-"""Families whose matrices are those that ``MATRIX`` names."""
+"""Families for which ``MATRIX`` matches exactly the matrices."""
 MATRIX = re.compile(
     r"\.self_attn\.(q|k|v|o|q_a|q_b|kv_b)_proj\.weight$"
     r"|\.self_attn\.kv_a_proj_with_mqa\.weight$"
@@ -43,7 +44,7 @@ MATRIX = re.compile(
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Document:
+class ReferenceDocument:
     """One sequence; entry t of each list describes token t."""
 
     token_ids: list[int]
@@ -58,29 +59,29 @@ class Training:
     """The results of a few training steps. Tokens are numbered over all documents."""
 
     losses: list[float]
-    """Of each step."""
+    """Loss of each step."""
     norms: list[float]
-    """Gradient norms of each step, before clipping."""
+    """Gradient norm of each step, before clipping."""
     logprobs: Tensor
-    """Of the first step, ``[tokens]``; NaN where a token is not trained, or not on this rank.
+    """Logprobs in the first step, ``[tokens]``; NaN if not trained, or not on this rank.
 
-    Infinite where it is trained more than once."""
+    Infinite if a token is trained more than once."""
     entropies: Tensor
-    """Of the distributions that trained tokens were drawn from; NaN and infinite as logprobs."""
+    """Entropies of the distributions of trained tokens; NaN and infinite as for logprobs."""
     gradients: dict[str, Tensor]
-    """Of the first step, before clipping, unsharded."""
+    """Gradients of the first step, before clipping, unsharded."""
     clipped: dict[str, Tensor]
-    """The same after clipping."""
+    """Gradients of the first step, after clipping, unsharded."""
     choices: dict[str, Tensor]
-    """The experts that predicted each token, by layer: ``[steps, tokens, k]``, sorted; or -1."""
+    """Experts that predicted each token, by layer: ``[steps, tokens, k]``, sorted; -1 if none."""
     updates: dict[str, Tensor]
     """Changes of parameters over all steps, unsharded."""
     max_norm: float
     """The norm to which gradients were clipped."""
 
 
-def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[Document]:
-    """Documents of random tokens: short and long, with a common prompt, and of several turns."""
+def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[ReferenceDocument]:
+    """Draw documents of random tokens: short and long, with a common prompt, with many turns."""
     draws = torch.Generator().manual_seed(0)
     ordinary = torch.tensor([token for token in range(vocabulary) if token not in special])
 
@@ -98,10 +99,10 @@ def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[Document]
     return [_document(ids, begin, number) for number, (ids, begin) in enumerate(made)]
 
 
-def _document(token_ids: list[int], begin: int, number: int) -> Document:
-    """Trained from a token on, except every seventh, as if a tool had written it."""
+def _document(token_ids: list[int], begin: int, number: int) -> ReferenceDocument:
+    """Make a document trained from a token on, except every seventh, as if from a tool."""
     places = range(len(token_ids))
-    return Document(
+    return ReferenceDocument(
         token_ids=token_ids,
         trained=[place >= begin and (place - begin) % 7 != 3 for place in places],
         advantages=[(1.0, -0.5, 0.25)[(number + place) % 3] for place in places],
@@ -110,8 +111,8 @@ def _document(token_ids: list[int], begin: int, number: int) -> Document:
     )
 
 
-def sampled(model: Any, drawn: Sequence[Document]) -> list[Document]:
-    """The documents with behavior logprobs: the model's, changed so that some are clipped."""
+def sampled(model: Any, drawn: Sequence[ReferenceDocument]) -> list[ReferenceDocument]:
+    """Add behavior logprobs: the model's, shifted so that some ratios are clipped."""
     done = []
     with torch.no_grad():
         for document in drawn:
@@ -122,8 +123,8 @@ def sampled(model: Any, drawn: Sequence[Document]) -> list[Document]:
     return done
 
 
-def score(model: Any, document: Document) -> tuple[Tensor, Tensor]:
-    """The logprob of each token but the first, and the entropy of softmax(logits / temperature)."""
+def score(model: Any, document: ReferenceDocument) -> tuple[Tensor, Tensor]:
+    """Compute logprobs of all tokens but the first, and entropies, of softmax(logits / T)."""
     ids = torch.tensor(document.token_ids)
     logits = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0, :-1]
     log_p = (logits.double() / document.temperature).log_softmax(-1)
@@ -131,8 +132,10 @@ def score(model: Any, document: Document) -> tuple[Tensor, Tensor]:
     return logprobs, -(log_p.exp() * log_p).sum(-1)
 
 
-def objective(document: Document, logprobs: Tensor, entropies: Tensor, bonus: float) -> Tensor:
-    """The sum over trained tokens of ``-min(r A, clip(r) A) - bonus * entropy``."""
+def objective(
+    document: ReferenceDocument, logprobs: Tensor, entropies: Tensor, bonus: float
+) -> Tensor:
+    """Sum ``-min(r A, clip(r) A) - bonus * entropy`` over trained tokens."""
     behavior = torch.tensor(document.behavior_logprobs[1:], dtype=torch.float64)
     advantages = torch.tensor(document.advantages[1:], dtype=torch.float64)
     ratio = (logprobs - behavior).exp()
@@ -142,14 +145,19 @@ def objective(document: Document, logprobs: Tensor, entropies: Tensor, bonus: fl
 
 
 def train(
-    model: Any, sequences: Sequence[Document], *, optimizer: Literal["adamw", "muon"] = "adamw"
+    model: Any,
+    sequences: Sequence[ReferenceDocument],
+    *,
+    optimizer: Literal["adamw", "muon"] = "adamw",
 ) -> Training:
-    """A few steps on the mean over all trained tokens; gradients are clipped to half their norm.
+    """Train a few steps on the mean over all trained tokens.
+
+    Gradients are clipped to half of the first step's norm.
 
     Args:
-        model: an unmodified one of transformers.
-        sequences: returned by ``sampled``.
-        optimizer: ``"adamw"``, or ``"muon"`` for one of ``MUON_FAMILIES``.
+        model: an unmodified model of transformers.
+        sequences: documents that ``sampled`` returned.
+        optimizer: ``"adamw"``, or ``"muon"`` for a family of ``MUON_FAMILIES``.
     """
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -205,7 +213,10 @@ def train(
 
 @torch.no_grad()
 def _muon_step(name: str, parameter: nn.Parameter, momentum: Tensor, config: Any) -> None:
-    """``B <- m B + (1 - m) G``, ``W <- W - lr (decay W + 0.2 sqrt(max(r, c)) orth(next B))``."""
+    """Make a step of Muon.
+
+    ``B <- m B + (1 - m) G``, ``W <- W - lr (decay W + 0.2 sqrt(max(r, c)) orth(next B))``.
+    """
     assert parameter.grad is not None
     momentum.mul_(MOMENTUM).add_(parameter.grad, alpha=1 - MOMENTUM)
     ahead = MOMENTUM * momentum + (1 - MOMENTUM) * parameter.grad
@@ -219,7 +230,7 @@ def _muon_step(name: str, parameter: nn.Parameter, momentum: Tensor, config: Any
 
 
 def _matrix_rows(name: str, count: int, config: Any) -> list[Tensor]:
-    """The rows of each matrix that a parameter holds."""
+    """Return the rows of each of the matrices that a parameter consists of."""
     rows = torch.arange(count)
     if name.endswith("experts.gate_up_proj"):
         return list(rows.chunk(2))
@@ -232,7 +243,7 @@ def _matrix_rows(name: str, count: int, config: Any) -> list[Tensor]:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Five steps of the quintic Newton-Schulz iteration of Muon, in float64."""
+    """Orthogonalize by five steps of Muon's quintic Newton-Schulz iteration, in float64."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.double()
     x = x / x.norm().clamp(min=1e-7)
@@ -245,7 +256,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Records:
-    """Logprobs, entropies and expert choices of each token."""
+    """Recorded logprobs, entropies and expert choices of each token."""
 
     def __init__(self, tokens: int) -> None:
         self.logprobs = torch.full((tokens,), torch.nan, dtype=torch.float64)
@@ -262,14 +273,14 @@ class Records:
         choices: dict[str, list[Tensor]],
         rows: Tensor,
     ) -> None:
-        """Add a forward pass, of whose rows those in the mask ``rows`` predict ``tokens``."""
+        """Add a forward pass; its rows in the mask ``rows`` predict ``tokens``."""
         if step == 0:
             self.logprobs[tokens] = logprobs.detach().double()
             self.entropies[tokens] = entropies.detach().double()
             self._seen.index_add_(0, tokens, torch.ones_like(tokens))
             self.logprobs[self._seen > 1] = torch.inf
         for name, parts in choices.items():
-            # The last: a model that needs its logits runs a second time.
+            # The last forward pass counts: a model that needs its logits runs a second time.
             ids = torch.cat(parts)[-len(rows) :][rows].sort(-1).values
             shape = (len(ENTROPY_BONUS), len(self.logprobs), ids.shape[1])
             self.choices.setdefault(name, torch.full(shape, -1))[step, tokens] = ids.long()
@@ -277,7 +288,7 @@ class Records:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """The experts that each layer's router chose, while the model runs forward."""
+    """Record the experts that each layer's router chooses, while the model runs in the body."""
     choices: dict[str, list[Tensor]] = {}
 
     def record(name: str) -> Callable[..., None]:

@@ -1,8 +1,8 @@
-"""What a run would take, found on a laptop before anything starts: a recipe's ``--dry-run``.
+"""A planner of a run's memory and traffic, for a laptop: a recipe's ``--dry-run``.
 
 The recipe's own wiring runs on imagined ranks, with a model on the ``meta`` device, whose tensors
-have shapes and no values; then each rank's parts are read. A recipe has its wiring in one function
-that its run calls too, with whatever ``mesh`` it is given:
+have shapes but no values. Then the sizes of each rank's tensors are added up. A recipe has its
+wiring in one function of the model and a ``mesh``, which its run calls too:
 
     def prepare(model, mesh, args):
         fp8.convert_linears(model)
@@ -27,26 +27,26 @@ that its run calls too, with whatever ``mesh`` it is given:
 See ``docs/planning.md``.
 """
 
-from primerl.planning.pairs import Refusal, refused_pairs
-from primerl.planning.ranks import imagined_ranks
+from primerl.planning.incompatibilities import Incompatibility, refused_pairs
 from primerl.planning.report import Plan, differences
-from primerl.planning.run import plan_run
-from primerl.planning.server import ServerPlan, plan_server
+from primerl.planning.run_plan import plan_run
+from primerl.planning.server_memory import ServerPlan, plan_server
 from primerl.planning.sizes import ModelSize, model_size
 from primerl.planning.traffic import Traffic, plan_traffic
-from primerl.planning.trainer import (
+from primerl.planning.trainer_memory import (
     RankMemory,
     TrainerLayout,
     TrainerPlan,
     plan_trainers,
     rank_memory,
 )
+from primerl.planning.virtual_ranks import imagined_ranks
 
 __all__ = [
     "ModelSize",
     "Plan",
     "RankMemory",
-    "Refusal",
+    "Incompatibility",
     "ServerPlan",
     "Traffic",
     "TrainerLayout",

@@ -1,4 +1,4 @@
-"""All of a plan: as a value, as JSON, and as text."""
+"""The plan of a run, and its output as JSON and as text tables."""
 
 import io
 import json
@@ -8,43 +8,43 @@ from typing import Any
 import attrs
 
 from primerl._common.optional import require
-from primerl.planning.pairs import Refusal
-from primerl.planning.server import ServerPlan
+from primerl.planning.incompatibilities import Incompatibility
+from primerl.planning.server_memory import ServerPlan
 from primerl.planning.sizes import ModelSize
 from primerl.planning.traffic import Traffic
-from primerl.planning.trainer import TrainerPlan
+from primerl.planning.trainer_memory import TrainerPlan
 
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What a run would take, where, and what of it is impossible."""
+    """The plan of a run: sizes, memory per GPU, traffic per step, and refused combinations."""
 
     model: ModelSize
     trainers: tuple[TrainerPlan, ...] = attrs.field(default=(), converter=tuple)
     servers: dict[str, ServerPlan] = attrs.field(factory=dict)
-    """By a name for each."""
+    """Plans of servers, by name."""
     traffic: Traffic | None = None
-    refused_pairs: tuple[Refusal, ...] = attrs.field(default=(), converter=tuple)
+    refused_pairs: tuple[Incompatibility, ...] = attrs.field(default=(), converter=tuple)
 
     @property
     def impossible(self) -> list[str]:
-        """The constraint that each layout or server breaks; empty: all fit."""
+        """The constraints that layouts and servers violate; empty if all fit."""
         trainers = [f"{one.layout}: {one.refusal}" for one in self.trainers if one.refusal]
         servers = [f"{name}: {one.refusal}" for name, one in self.servers.items() if one.refusal]
         return trainers + servers
 
     @property
     def refusal(self) -> str | None:
-        """Why the first layout or the first server, which a run takes, can't be; None: both fit."""
+        """Why the first layout or first server, which a run uses, can't run; None if both fit."""
         trainer = next((one.refusal for one in self.trainers), None)
         return trainer or next((one.refusal for one in self.servers.values()), None)
 
     def json(self) -> str:
-        """All values, for other programs."""
+        """Return the whole plan as JSON, for other programs."""
         return json.dumps({**attrs.asdict(self), "impossible": self.impossible}, indent=2)
 
     def text(self, *, width: int = 120) -> str:
-        """Tables for people, by ``rich``; sizes are in GB, 10^9 bytes."""
+        """Return the plan as tables of text, by ``rich``; sizes are in GB, 10^9 bytes."""
         console = require("rich.console", extra="recipes")
         out = io.StringIO()
         page = console.Console(file=out, width=width, highlight=False)
@@ -62,12 +62,12 @@ class Plan:
         if ranks:
             names = list(ranks[0][1].by_name)
             rows = [[name, *(_gb(one.by_name[name]) for _, one in ranks)] for name in names]
-            rows.append(["all of these", *(_gb(one.device) for _, one in ranks)])
-            rows.append(["host of a node", *(_gb(plan.host_per_node) for plan, _ in ranks)])
+            rows.append(["total per GPU", *(_gb(one.device) for _, one in ranks)])
+            rows.append(["host memory per node", *(_gb(plan.host_per_node) for plan, _ in ranks)])
         columns = ["", *(f"{plan.layout}: rank {one.rank}" for plan, one in ranks)]
-        yield "Trainer, GB of a GPU", columns, rows
+        yield "Trainer, GB per GPU", columns, rows
         yield (
-            "Parts of the first rank",
+            "Parameters on the first rank",
             ["parameter", "layers", "shape", "on this rank", "dtype"],
             [
                 [part.name, str(part.count), str(part.shape), str(part.local_shape), part.dtype]
@@ -77,7 +77,7 @@ class Plan:
             ],
         )
         yield (
-            "Servers, GB of a GPU",
+            "Servers, GB per GPU",
             [
                 "server",
                 "GPUs",
@@ -104,8 +104,8 @@ class Plan:
         )
         sent = self.traffic
         yield (
-            "Traffic of a step, GB",
-            ["routes", "bytes of a token", "weights, in full", "weights, as a difference"],
+            "Traffic per step, GB",
+            ["routes", "bytes per token", "full weights", "delta-encoded weights"],
             []
             if sent is None
             else [
@@ -118,7 +118,7 @@ class Plan:
             ],
         )
         yield (
-            "Refused together",
+            "Refused combinations",
             ["", "", "reason"],
             [[*one.pair, one.reason] for one in self.refused_pairs],
         )
@@ -133,12 +133,12 @@ def _gb(size: int) -> str:
 
 
 def differences(here: Any, there: Any, *, names: tuple[str, str]) -> str:
-    """A table of the fields in which two ``attrs`` values of one class differ, as text.
+    """Return a text table of the fields in which two ``attrs`` values of one class differ.
 
     Args:
         here: a value, such as the settings of a rehearsal.
         there: another value of the same class, such as the settings of the run on a cluster.
-        names: of the two, for the columns.
+        names: names of the two values, for the columns.
     """
     fields = attrs.fields_dict(type(here))
     pairs = {name: (getattr(here, name), getattr(there, name)) for name in fields}

@@ -1,4 +1,4 @@
-"""The numbers of parameters of a model, counted in its modules."""
+"""Counts of a model's parameters: total, active per token, and of experts."""
 
 from typing import Any
 
@@ -15,19 +15,19 @@ class ModelSize:
 
     total: int
     active: int
-    """Those that a token is multiplied with: k of e experts, and no row of the embedding."""
+    """Parameters that a token is multiplied with: k of e experts, without input embeddings."""
     experts: int
-    """Of all routed experts."""
+    """Parameters of all routed experts."""
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """Count a model's parameters; on any device, before it is sharded.
+    """Count a model's parameters, on any device, before it is sharded.
 
-    Layers that predict several tokens (MTP) count if the model has them: the models of
-    ``transformers`` leave them out.
+    Layers that predict several tokens (MTP) count if the model has them; models of ``transformers``
+    don't.
 
     Raises:
-        ValueError: it has experts, and its config does not say how many a token uses.
+        ValueError: the model has experts, but its config does not say how many a token uses.
     """
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = idle = 0

@@ -1,7 +1,7 @@
 """Router replay (R3): the trainer computes each token with the experts that the sampler chose.
 
-It is not a replay buffer. See ``docs/router-replay.md``. What needs torch loads on first use: the
-rollout worker's process has a ``Store``, and no torch.
+It is not a replay buffer. See ``docs/router-replay.md``. Names that need torch are imported on
+first use, because the rollout worker's process has a ``Store`` but does not load torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Expert routes as compressed bytes, of which any span of tokens can be read on its own.
+"""A compressed encoding of expert routes, from which any span of tokens can be decoded.
 
 The format, little-endian:
 
@@ -10,18 +10,19 @@ The content of a chunk, before compression:
 
     [bits[layers, t]: not recorded]  gaps[k, layers, t]
 
-A set in increasing order ``x[0] < x[1] < ...`` has the gaps ``x[0], x[1] - x[0] - 1, ...``. Ids of
-two bytes have, for each place in a set, a plane of low bytes before one of high bytes. The bits are
-left out where all is recorded. Each place is compressed with a Huffman code of its own.
+A set in increasing order ``x[0] < x[1] < ...`` has the gaps ``x[0], x[1] - x[0] - 1, ...``. If ids
+have two bytes, each place in a set has a plane of low bytes, then one of high bytes. The bits are
+left out if all sets of the chunk are recorded. Each place has its own Huffman code.
 
-All before ``chunk 0`` is the head, with its own checksum. With ``by_popularity``, the experts of
-each layer are numbered by how many tokens took them, ``order[layer, number]`` being the expert:
-sets of popular experts then have small gaps. That is done where it saves more than the table takes.
+All bytes before ``chunk 0`` are the head, which has its own checksum. With ``by_popularity``, the
+experts of each layer are renumbered by how many tokens chose them, and ``order[layer, number]`` is
+the expert. Sets of popular experts then have small gaps. Experts are renumbered only if that saves
+more bytes than the table takes.
 
-Measured on 4096 tokens, in parts of the raw bytes, one for each expert (8 of 128: 48 layers; 8 of
-256: 75 layers; skewed: the n-th expert has the weight 1/n; trained: four layers of a toy that was
-trained on this project's source, 16384 tokens; bound: the entropy of sets with these popularities).
-Variants from "one code" on are without the table, which is 0.004, 0.008 and 0.001 of the raw bytes:
+The table shows encoded sizes of 4096 tokens, relative to one raw byte per chosen expert. 8 of 128
+has 48 layers, 8 of 256 has 75. Skewed: the n-th expert has the weight 1/n. Trained: four layers of
+a toy model trained on this project's source, 16384 tokens. Bound: the entropy of sets with these
+popularities. From "one code" on, sizes exclude the table, which takes 0.004, 0.008 and 0.001:
 
                                  8 of 128           8 of 256       8 of 128
                               uniform  skewed    uniform  skewed    trained
@@ -35,10 +36,10 @@ Variants from "one code" on are without the table, which is 0.004, 0.008 and 0.0
     sets without gaps          0.788    0.632     0.888    0.692     0.827
     zstd level 3 of raw bytes  0.875    0.873     1.000    1.000     0.798
 
-Higher levels search for repetitions, which there are none of. Differences to the token before are
-not coded, because they could only be undone token by token: the toy's successive tokens have 1.4 of
-8 experts in common, and a code that knows which, but not popularity, needs at least 0.599.
-``bench/test_replay.py`` has speeds, and a case with 3 in common.
+Higher zstd levels search for repetitions, but there are none. Differences from the previous token
+are not coded, because they would have to be decoded token by token. The toy's successive tokens
+have 1.4 of 8 experts in common, and a code that exploits this, but not popularity, needs at least
+0.599. ``bench/test_replay.py`` measures speeds, and a case with 3 experts in common.
 """
 
 import functools
@@ -54,23 +55,23 @@ import zstandard
 from primerl.replay.shapes import expert_twice, missing_sets
 
 MAX_EXPANSION = 256
-"""Encoded chunks have at least 1/256 of their columns' bytes, so that a small file can't claim to
-hold a large array; shorter ones are filled up with zeros."""
+"""The largest ratio of decoded to encoded bytes, so that a small file can't claim to hold a large
+array. Encoded chunks below 1/256 of their columns' bytes are padded with zeros."""
 
-# Gaps have no repetitions worth a search: a table of 64 positions and matches of 7 bytes leave
-# nearly everything to the Huffman stage, at twice the speed of level 1.
+# Searching gaps for repetitions is not worthwhile: with a table of 64 positions and matches of at
+# least 7 bytes, nearly all is left to the Huffman stage, at twice the speed of level 1.
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     compression_level=1, strategy=zstandard.STRATEGY_FAST, hash_log=6, min_match=7
 )
 
 
 def id_dtype(experts: int) -> np.dtype:
-    """The narrowest type of an expert's id: uint8 or uint16."""
+    """Return the narrowest dtype of expert ids: uint8 or uint16."""
     return np.dtype(np.uint8 if experts <= 256 else np.uint16)
 
 
 def column_bytes(tokens: int, layers: int, k: int, experts: int) -> int:
-    """The bytes of a chunk's columns before compression."""
+    """Return the number of bytes of a chunk's columns before compression."""
     return tokens * layers * k * id_dtype(experts).itemsize
 
 
@@ -82,18 +83,18 @@ def encode_chunk(
     first_token: int,
     layers: Sequence[int],
 ) -> bytes:
-    """Encode ``ids[t, layers, k]``.
+    """Encode one chunk of routes, ``ids[t, layers, k]``.
 
     Args:
         ids: integers, -1 in all k places where nothing was recorded.
-        experts: of a layer.
-        labels: ``[layers, experts]``, what each expert is called here; None for its own id.
-        first_token: the number of row 0, for errors.
-        layers: the numbers of the layers, for errors.
+        experts: number of experts per layer.
+        labels: ``[layers, experts]``, the number of each expert by popularity; None to keep ids.
+        first_token: the token of row 0, for errors.
+        layers: the indices of the layers, for errors.
 
     Raises:
-        ValueError: naming layer and token: an expert twice in a set, an id that is no expert's, or
-            -1 in only some places.
+        ValueError: a set has an expert twice, an id out of range, or -1 in only some places; the
+            message names layer and token.
     """
     tokens, layer_count, k = ids.shape
     missing = missing_sets(ids, experts=experts, first_token=first_token, layers=layers)
@@ -103,7 +104,7 @@ def encode_chunk(
     for place in range(k):
         np.copyto(columns[place], ids[:, :, place].T, casting="unsafe")
         if missing is not None:
-            columns[place][missing] = place  # any set will do
+            columns[place][missing] = place  # any valid set
     if labels is not None:
         _rename(columns, labels)
     places = _sorted(columns)
@@ -135,15 +136,15 @@ def decode_chunk(
     """Decode a chunk to int16 ``[tokens, layers, k]``, each set in increasing order.
 
     Args:
-        data: as ``encode_chunk`` made it.
-        tokens: of the chunk.
-        layers: how many.
-        k: experts of a set.
-        experts: of a layer.
-        order: ``[layers, experts]``, the expert of each label, or None.
+        data: the bytes that ``encode_chunk`` returned.
+        tokens: number of tokens in the chunk.
+        layers: number of layers.
+        k: number of experts in a set.
+        experts: number of experts per layer.
+        order: ``[layers, experts]``, the expert of each label; None if labels are ids.
 
     Raises:
-        ValueError: it isn't what ``encode_chunk`` makes of such a chunk.
+        ValueError: the data are damaged, or not of a chunk of this shape.
     """
     dtype = id_dtype(experts)
     size = column_bytes(tokens, layers, k, experts)
@@ -160,7 +161,7 @@ def decode_chunk(
         # A sum that doesn't fit into the type wraps around to a smaller one.
         in_order &= bool((columns[place] > columns[place - 1]).all())
     if not in_order or columns[-1].max() >= experts:
-        raise ValueError(f"routes are damaged: a set is not one of {k} in {experts} experts")
+        raise ValueError(f"routes are damaged: a set is not {k} of {experts} distinct experts")
     places = list(columns)
     if order is not None:
         _rename(columns, order)
@@ -181,9 +182,9 @@ def _rename(columns: np.ndarray, names: np.ndarray) -> None:
 
 
 def _sorted(columns: np.ndarray) -> list[np.ndarray]:
-    """Sort ``[k, layers, t]`` along k, in place but for the order of the columns.
+    """Sort ``[k, layers, t]`` along k, and return the k sorted columns; overwrites ``columns``.
 
-    Whole columns are compared, ten times as fast as ``numpy.sort``, set by set.
+    A sorting network compares whole columns, ten times as fast as ``numpy.sort``.
     """
     places = list(columns)
     spare = np.empty_like(columns[0])
@@ -196,7 +197,7 @@ def _sorted(columns: np.ndarray) -> list[np.ndarray]:
 
 @functools.cache
 def _comparators(k: int) -> tuple[tuple[int, int], ...]:
-    """Batcher's odd-even merge sort: the pairs of places to compare, in order."""
+    """Return the pairs of places that Batcher's odd-even merge sort compares, in order."""
     pairs = []
     run = 1
     while run < k:
@@ -227,7 +228,7 @@ def _from_planes(planes: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _compress(blocks: Sequence[np.ndarray]) -> bytes:
-    """A frame with a separate Huffman code for each block."""
+    """Compress blocks into one zstd frame, with a separate Huffman code for each block."""
     compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
     stream = compressor.compressobj(size=sum(block.nbytes for block in blocks))
     parts = []
@@ -239,10 +240,10 @@ def _compress(blocks: Sequence[np.ndarray]) -> bytes:
 
 def _decompress(data: bytes | memoryview, *, sizes: tuple[int, int]) -> np.ndarray:
     try:
-        # zstandard allocates the size that the frame states.
+        # Checked first, because zstandard allocates the size that the frame states.
         size = zstandard.frame_content_size(data)
         if size not in sizes:
-            raise ValueError(f"routes are damaged: a chunk of {size} bytes, expected {sizes}")
+            raise ValueError(f"routes are damaged: a chunk has {size} bytes, expected {sizes}")
         content = zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise ValueError(f"routes are damaged: {error}") from None
@@ -251,17 +252,17 @@ def _decompress(data: bytes | memoryview, *, sizes: tuple[int, int]) -> np.ndarr
 
 Span = tuple[int, int]
 
-# ---- all chunks, behind a head ----
+# ---- the whole encoding: a head and its chunks ----
 
 _MAGIC = b"routes\0\1"
 _PROLOGUE = struct.Struct("<8sQIIIII")
 _LENGTH, _CHECKSUM = np.dtype("<u4"), np.dtype("<u8")
-_CHUNK_BYTES = 1 << 19  # the columns of a chunk: a core's cache holds them while they are sorted
-_SAMPLED = 1024  # tokens of which the popularity of experts is estimated
-_LARGEST = 2**15  # experts: ids are decoded to int16
+_CHUNK_BYTES = 1 << 19  # of a chunk's columns, so that sorting them stays within a core's cache
+_SAMPLED = 1024  # tokens from which the popularity of experts is estimated
+_LARGEST = 2**15  # most experts per layer, because ids are decoded to int16
 
 PROLOGUE_BYTES = _PROLOGUE.size
-"""What ``head_bytes`` needs to see."""
+"""Number of first bytes that ``head_bytes`` needs."""
 
 
 def encode(
@@ -271,13 +272,13 @@ def encode(
 
     Args:
         rows: integers, -1 in all k places of a (token, layer) that was not recorded.
-        experts: of a layer, at most 32768.
-        start: the number of row 0, for errors.
-        layers: the numbers of the layers, for errors; their places by default.
+        experts: number of experts per layer, at most 32768.
+        start: the token of row 0, for errors.
+        layers: the indices of the layers, for errors; 0, 1, ... by default.
 
     Raises:
-        ValueError: naming layer and token: an expert twice in a set, an id that is no expert's, or
-            -1 in only some places; or the rows are no array of integers of this shape.
+        ValueError: a set has an expert twice, an id out of range, or -1 in only some places (the
+            message names layer and token); or the rows are not an integer array of this shape.
     """
     return b"".join(encoded_parts(rows, experts=experts, start=start, layers=layers))
 
@@ -285,7 +286,7 @@ def encode(
 def encoded_parts(
     rows: np.ndarray, *, experts: int, start: int = 0, layers: Sequence[int] | None = None
 ) -> list[bytes]:
-    """What ``encode`` returns, in parts: to join large ones would block other threads."""
+    """Encode like ``encode``, but return parts: joining large ones would block other threads."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu" or 0 in rows.shape[1:]:
         raise ValueError(
             f"routes have shape {rows.shape} and type {rows.dtype}; expected integers "
@@ -294,7 +295,7 @@ def encoded_parts(
     tokens, layer_count, k = rows.shape
     if not k <= experts <= _LARGEST:
         raise ValueError(
-            f"{k} of {experts} experts; expected at most {_LARGEST}, and k at most all"
+            f"{k} of {experts} experts; expected at most {_LARGEST} experts, and k at most as many"
         )
     chunk_tokens = max(1, _CHUNK_BYTES // column_bytes(1, layer_count, k, experts))
     order = _by_popularity(rows, experts)
@@ -322,10 +323,11 @@ def encoded_parts(
 def decode(data: bytes | memoryview, *, span: Span | None = None) -> np.ndarray:
     """Decode ``encode``'s bytes to int16 ``[t, layers, k]``, each set in increasing order.
 
-    With ``span=(first, last + 1)``, only the chunks that hold these tokens are read.
+    With ``span=(first, last + 1)``, only the chunks that hold these tokens are decoded.
 
     Raises:
-        ValueError: the data are cut off, damaged or something else, or the span is outside.
+        ValueError: the data are cut off, damaged or not encoded routes, or the span is out of
+            range.
     """
     head = read_head(data, total=len(data))
     begin, end = head.extent(span)
@@ -334,7 +336,7 @@ def decode(data: bytes | memoryview, *, span: Span | None = None) -> np.ndarray:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Head:
-    """What precedes the chunks of encoded routes."""
+    """The parsed head of encoded routes, which precedes the chunks."""
 
     tokens: int
     layers: int
@@ -342,17 +344,17 @@ class Head:
     experts: int
     chunk_tokens: int
     order: np.ndarray | None
-    """``[layers, experts]``: the expert of each number, by popularity; None for its own."""
+    """``[layers, experts]``: the expert of each number; None if experts were not renumbered."""
     ends: np.ndarray
-    """``int64[chunks + 1]``: where chunk i begins and, at i + 1, ends in the data."""
+    """``int64[chunks + 1]``: byte offsets in the data; chunk i is from ends[i] to ends[i + 1]."""
     checksums: np.ndarray
-    """``uint64[chunks]``."""
+    """xxh3_64 of each chunk, ``uint64[chunks]``."""
 
     def extent(self, span: Span | None) -> tuple[int, int]:
-        """The first byte, and the one after the last, of the chunks that hold a span's tokens.
+        """Return the first byte, and the one after the last, of the chunks that hold a span.
 
         Raises:
-            ValueError: the span is outside.
+            ValueError: the span is out of range.
         """
         first, stop = self._chunks(span)
         return int(self.ends[first]), int(self.ends[stop])
@@ -367,10 +369,10 @@ class Head:
 
 
 def head_bytes(prologue: bytes | memoryview, *, total: int) -> int:
-    """The length of the head, by its first ``PROLOGUE_BYTES`` and the length of all data.
+    """Compute the length of the head from its first ``PROLOGUE_BYTES``; ``total`` is of all data.
 
     Raises:
-        ValueError: it isn't that of encoded routes, or larger than the data.
+        ValueError: these are not encoded routes, or the head would be larger than the data.
     """
     if len(prologue) < PROLOGUE_BYTES or bytes(prologue[:8]) != _MAGIC:
         raise ValueError("these are not encoded routes, or they are cut off")
@@ -389,7 +391,7 @@ def head_bytes(prologue: bytes | memoryview, *, total: int) -> int:
     entries = chunks * (_LENGTH.itemsize + _CHECKSUM.itemsize)
     length: int = PROLOGUE_BYTES + table + entries + _CHECKSUM.itemsize
     if length > total:
-        raise ValueError(f"routes are cut off: {total} bytes, fewer than their head of {length}")
+        raise ValueError(f"routes are cut off: they have {total} bytes, but a head of {length}")
     return length
 
 
@@ -401,7 +403,7 @@ def read_head(data: bytes | memoryview, *, total: int) -> Head:
         total: the length of all data in bytes.
 
     Raises:
-        ValueError: the head is damaged, or the data are longer or shorter than it says.
+        ValueError: the head is damaged, or the data don't have the length that it states.
     """
     length = head_bytes(data[:PROLOGUE_BYTES], total=total)
     head = bytes(data[:length])
@@ -418,7 +420,7 @@ def read_head(data: bytes | memoryview, *, total: int) -> Head:
         order = order.astype(id_dtype(experts)).reshape(layers, experts)
         place += order.nbytes
         if (np.sort(order, axis=1) != np.arange(experts)).any():
-            raise ValueError("routes are damaged: their table of experts has one twice")
+            raise ValueError("routes are damaged: their table of experts is not a permutation")
     lengths = np.frombuffer(body, _LENGTH, chunks, place).astype(np.int64)
     ends = length + np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     if ends[-1] != total:
@@ -442,7 +444,7 @@ def decode_part(head: Head, part: bytes | memoryview, *, span: Span | None = Non
     """Decode a span's tokens from the bytes of ``head.extent(span)``: int16 ``[t, layers, k]``.
 
     Raises:
-        ValueError: the part is cut off or damaged, or the span is outside.
+        ValueError: the part is cut off or damaged, or the span is out of range.
     """
     first, last = (0, head.tokens) if span is None else span
     begin, end = head.extent(span)
@@ -469,11 +471,11 @@ def decode_part(head: Head, part: bytes | memoryview, *, span: Span | None = Non
 
 
 def _by_popularity(rows: np.ndarray, experts: int) -> np.ndarray | None:
-    """The experts of each layer by popularity; None where the table takes more than it saves.
+    """Rank the experts of each layer by popularity; None if the table takes more than it saves.
 
-    What it saves of a set is estimated from n sets by the entropy of independent choices, ``sum_e
-    h(p_e)`` with ``h(p) = -p log2 p - (1 - p) log2 (1 - p)``, against that of equal popularity; a
-    sample's entropy is too low by about ``experts / (2 n ln 2)``.
+    The bits saved per set are estimated from n sampled sets: the entropy of independent choices of
+    equal popularity minus that of the sample, ``sum_e h(p_e)`` with ``h(p) = -p log2 p - (1 - p)
+    log2 (1 - p)``. The sample's entropy is too low by about ``experts / (2 n ln 2)``.
     """
     tokens, layers, k = rows.shape
     sample = rows[:: max(1, tokens // _SAMPLED)]
@@ -481,7 +483,7 @@ def _by_popularity(rows: np.ndarray, experts: int) -> np.ndarray | None:
     for layer in range(layers):
         ids = sample[:, layer].reshape(-1)
         if ids.size and (ids.min() < 0 or ids.max() >= experts):
-            ids = ids[(ids >= 0) & (ids < experts)]  # faults are named when they are encoded
+            ids = ids[(ids >= 0) & (ids < experts)]  # invalid ids are reported by encode_chunk
         counts[layer] = np.bincount(ids, minlength=experts)
     sets = counts.sum(axis=1) / k
     shares = np.minimum(counts / np.maximum(sets, 1)[:, None], 1.0)

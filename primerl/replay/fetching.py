@@ -1,4 +1,4 @@
-"""From references to the rows that a rank forces: read while the batch before computes."""
+"""Prefetching of recorded expert routes: the rows of a batch, read while the last one computes."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class RoutedBatch(Protocol):
-    """The fields of ``packing.PackedBatch`` that say which rows it needs."""
+    """The fields of ``packing.PackedBatch`` that determine which routes it needs."""
 
     routes: str | None
     sample_ids: Int64[Tensor, " t"] | None
@@ -35,24 +35,25 @@ B = TypeVar("B", bound=RoutedBatch)
 def fetch(
     batches: Iterable[B], *, counts: RouteCounts | None = None
 ) -> Iterator[tuple[B, Int16[Tensor, "t layers k"] | None]]:
-    """Each batch with the recorded routes of its rows, which are read one batch ahead.
+    """Yield each batch with the recorded routes of its rows, which are read one batch ahead.
 
         for batch, rows in replay.fetch(batches, counts=counts):
             with replay.forced(model, rows, counts=counts):
                 ...
 
-    Every rank reads the rows of its own part of a batch, from where the sampler's side put them.
-    What was recorded first for a token wins; -1 where nothing was, and for rows that fill up. A
-    sample whose routes are gone or damaged by now has none: it is counted and logged, and the
-    router chooses. (Samples without valid routes were refused earlier, as rollouts.)
+    Every rank reads the rows of its own part of a batch, from the store that the sampler wrote to.
+    If a token was recorded more than once, its first routes are used. Rows are -1 for tokens
+    without recorded routes and for padding. If the routes of a sample are missing or damaged by
+    now, the sample is counted and logged, and the router chooses its experts. (Rollouts with
+    invalid routes were refused earlier.)
 
     Args:
-        batches: of ``parallel.scatter``, on any device.
-        counts: where samples are counted whose routes are lost.
+        batches: the batches that ``parallel.scatter`` returned, on any device.
+        counts: counts samples whose routes are lost.
 
     Returns:
         An iterator over ``(batch, rows)``; the rows are None for a batch whose samples have no
-        references, which ``forced`` leaves to the router.
+        references, so that ``forced`` lets the router choose.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="primerl-routes") as thread:
         waiting = None
@@ -68,7 +69,7 @@ def fetch(
 def batch_rows(
     batch: RoutedBatch, counts: RouteCounts | None = None
 ) -> Int16[Tensor, "t layers k"] | None:
-    """The recorded routes of a batch's rows, on its device; None if it has no references.
+    """Read the recorded routes of a batch's rows, onto its device; None without references.
 
     Raises:
         ValueError: the batch has references, but no ``sample_ids``.
@@ -76,7 +77,7 @@ def batch_rows(
     if batch.routes is None:
         return None
     if batch.sample_ids is None:
-        raise ValueError("a batch has routes, but no sample_ids; expected one that pack returned")
+        raise ValueError("a batch has routes, but no sample_ids; pass batches from packing.pack")
     sample_ids = batch.sample_ids.numpy(force=True)
     position_ids = batch.position_ids.numpy(force=True)
     runs = _runs(sample_ids, position_ids, json.loads(batch.routes))
@@ -90,7 +91,9 @@ def batch_rows(
                 rows = np.full((len(sample_ids), *found[0].rows.shape[1:]), -1, np.int16)
             fill_rows(rows[run.first : run.end], found, start=run.token)
         except (OSError, ValueError, RuntimeError) as error:
-            log.warning("the expert routes of a sample are lost: %s", error)
+            log.warning(
+                "the router chooses experts itself, as a sample's routes are lost: %s", error
+            )
             if counts is not None:
                 counts.add_lost()
     if rows is None:
@@ -103,16 +106,16 @@ def batch_rows(
 
 
 def recorded_routes(references: Sequence[str], *, span: tuple[int, int]) -> list[RecordedRoutes]:
-    """The routes of tokens ``span[0]`` to ``span[1] - 1``, in the order of their references.
+    """Read the routes of tokens ``span[0]`` to ``span[1] - 1``, in the order of the references.
 
     Args:
-        references: to them, in the order in which they were recorded.
-        span: of tokens.
+        references: references to routes, in the order in which they were recorded.
+        span: the first token, and the one after the last.
 
     Raises:
-        ValueError: a reference is not one, its data are damaged, two are of different models, or
-            there are none.
-        OSError: the data are gone, or their server can't be reached.
+        ValueError: there are no references, one is malformed, its data are damaged, or two are of
+            different models.
+        OSError: the data are missing, or their server can't be reached.
     """
     if not references:
         raise ValueError("a sample has no references to its routes")
@@ -125,7 +128,9 @@ def recorded_routes(references: Sequence[str], *, span: tuple[int, int]) -> list
 def fill_rows(
     rows: Int16[np.ndarray, "t layers k"], found: Sequence[RecordedRoutes], *, start: int
 ) -> None:
-    """Fill rows that are all -1, of tokens from ``start`` on; what is first for a token wins.
+    """Copy routes into ``rows``, which are -1 and begin at token ``start``.
+
+    If a token has several routes in ``found``, the first ones are used.
 
     Raises:
         ValueError: the routes are of another model than the rows.
@@ -133,7 +138,7 @@ def fill_rows(
     for number, one in enumerate(found):
         _check_same_model(one.rows, rows)
         part = rows[one.start - start :][: len(one.rows)]
-        if number == 0:  # most samples have no other, and a mask takes longer
+        if number == 0:  # fast path: most samples have only one
             part[...] = one.rows
         else:
             gaps = part[..., 0] < 0
@@ -143,49 +148,49 @@ def fill_rows(
 def _check_same_model(found: np.ndarray, rows: np.ndarray) -> None:
     if found.shape[1:] != rows.shape[1:]:
         raise ValueError(
-            f"routes [t, {found.shape[1]}, {found.shape[2]}], expected "
-            f"[t, {rows.shape[1]}, {rows.shape[2]}] as of what was recorded before"
+            f"routes have shape [t, {found.shape[1]}, {found.shape[2]}], expected "
+            f"[t, {rows.shape[1]}, {rows.shape[2]}] like the routes recorded before them"
         )
 
 
-class _Run(msgspec.Struct):
-    """Successive tokens of a sample that has references, in successive rows of a batch."""
+class _RowRun(msgspec.Struct):
+    """Successive tokens of a sample with references, in successive rows of a batch."""
 
     first: int
     """The first row."""
     end: int
     """The row after the last one."""
     token: int
-    """The place in its sample of the token in the first row."""
+    """The index, within the sample, of the first row's token."""
     references: list[str]
 
     @property
     def is_inline(self) -> bool:
-        """Whether its routes are in a single reference: those of most samples, if of any."""
+        """Whether a single inline reference holds the routes, as for most short samples."""
         return len(self.references) == 1 and is_inline(self.references[0])
 
 
 def _runs(
     sample_ids: np.ndarray, position_ids: np.ndarray, references: Mapping[str, list[str]]
-) -> list[_Run]:
-    """Rows that fill up, and samples of which nothing was recorded, are in none."""
+) -> list[_RowRun]:
+    """Split a batch into runs; padding and samples without references are in no run."""
     following = (np.diff(sample_ids) == 0) & (np.diff(position_ids) == 1)
     firsts = np.concatenate([[0], 1 + np.flatnonzero(~following)])
     bounds = pairwise([*firsts.tolist(), len(sample_ids)])
     samples = sample_ids[firsts].tolist()
     tokens = position_ids[firsts].tolist()
     return [
-        _Run(first=first, end=end, token=token, references=references[str(sample)])
+        _RowRun(first=first, end=end, token=token, references=references[str(sample)])
         for (first, end), sample, token in zip(bounds, samples, tokens, strict=True)
         if str(sample) in references
     ]
 
 
-def _inline_rows(runs: Sequence[_Run], count: int) -> np.ndarray | None:
-    """The rows of a batch, with the inline routes of some runs; None if one of them is bad.
+def _inline_rows(runs: Sequence[_RowRun], count: int) -> np.ndarray | None:
+    """Decode the inline routes of some runs into the rows of a batch; None if one is damaged.
 
-    All are decoded together, which is faster. If that fails, each is read on its own, and only the
-    bad one is a lost sample.
+    All are decoded together, which is faster. If that fails, the caller reads each run on its own,
+    so that only the damaged sample is lost.
     """
     try:
         parts = [parse_inline(run.references[0]) for run in runs]

@@ -1,4 +1,4 @@
-"""Forcing recorded experts inside the routers of an unmodified model, and counting them."""
+"""Forcing of recorded experts in the routers of an unmodified model, with counts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from primerl.replay.recorder import ExpertLayer, chosen_experts, expert_layers
 
 
 class RouteCounts:
-    """Counts (token, layer) pairs whose routes were replayed, over forward passes.
+    """Counts of (token, layer) pairs whose routes were replayed, summed over forward passes.
 
         counts = replay.RouteCounts()
         for batch, rows in replay.fetch(batches):
@@ -22,7 +22,7 @@ class RouteCounts:
                 ...
         metrics |= counts.summary(parallel.all_sum)
 
-    Each forward pass counts once, also where activations are recomputed.
+    Each forward pass counts once, even if activations are recomputed.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class RouteCounts:
         self._lost = 0
 
     def add_lost(self) -> None:
-        """Add a sample whose routes were recorded, but are gone or damaged."""
+        """Count a sample whose recorded routes are missing or damaged."""
         self._lost += 1
 
     def add(self, recorded: Tensor, differing: Tensor) -> None:
-        """Add one layer: whether each token's experts were recorded, and differed from its own."""
+        """Add one layer's masks of tokens: experts were recorded; they differ from the router's."""
         numbers = [recorded.new_tensor(recorded.numel(), dtype=torch.int64)]
         self._total.add(torch.stack([*numbers, recorded.sum(), differing.sum()]))
 
@@ -42,12 +42,15 @@ class RouteCounts:
         self,
         all_sum: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
     ) -> dict[str, float]:
-        """Metrics since the last summary; empty if nothing was replayed.
+        """Return metrics since the last summary; empty if nothing was replayed.
 
         ``routes_differ``: the share of all (token, layer) pairs for which the router would have
-        chosen other experts than those recorded. ``routes_missing``: the share for which none were
-        recorded, so that it chose itself. ``routes_lost``: number of samples whose recorded routes
-        were gone or damaged, on all ranks that needed them.
+        chosen other experts than those recorded. ``routes_missing``: the share for which no experts
+        were recorded, so that the router chose. ``routes_lost``: the number of samples whose
+        recorded routes were missing or damaged, summed over the ranks that needed them.
+
+        Args:
+            all_sum: sums tensors over ranks: ``parallel.all_sum``.
         """
         total = self._total.take()
         here = torch.zeros(3, dtype=torch.int64) if total is None else total.cpu()
@@ -73,36 +76,37 @@ def forced(
     *,
     counts: RouteCounts | None = None,
 ) -> Iterator[None]:
-    """Send each token to the experts that were recorded for it, forward and backward.
+    """Route each token to the experts that were recorded for it, forward and backward.
 
         with replay.forced(model, rows):
             logprobs = loss.model_logprobs(model, ...)
             ...
             objective.backward()
 
-    A router ends in ``topk`` over the scores of all experts. Its result is replaced by the recorded
-    experts and their own scores, from which the model's code computes their weights, with gradients
-    to the router. Tokens whose experts are not recorded (-1) and those that the router would have
-    sent to the same experts keep its result, bit for bit. Order among a token's experts has no
-    meaning.
+    A router ends in ``topk`` over the scores of all experts. The result of ``topk`` is replaced by
+    the recorded experts and the router's scores for them, from which the model's code computes
+    expert weights, with gradients to the router. The result is kept, bit for bit, for tokens whose
+    experts were not recorded (-1) and for tokens whose recorded experts the router has chosen
+    itself. The order of a token's experts has no meaning.
 
-    This holds for expert, context and fully sharded data parallelism (each rank forces the rows of
-    its own tokens), packed documents, shared prefixes, and recomputed activations, whose backward
-    pass must run in the body too. Compiled layers are refused: their code does not see hooks that
-    are added later. Hooks are gone afterwards, and nothing else was put on the model.
+    This works with expert, context and fully sharded data parallelism (each rank forces the rows of
+    its own tokens), packed documents, shared prefixes and recomputed activations. With recomputed
+    activations, the backward pass must run in the body too. Compiled layers are refused, because
+    compiled code does not see hooks that are added later. The hooks are removed at the end; the
+    model is not changed otherwise.
 
     Args:
         model: a ``transformers`` model with routed experts.
-        rows: of the tokens of each forward pass in the body, as ``fetch`` and ``capture`` give
-            them. None forces nothing.
-        counts: adds up how many routes were forced, and what for.
+        rows: routes of the tokens of each forward pass in the body, as ``fetch`` and ``capture``
+            return them. None forces nothing.
+        counts: counts replayed, differing and missing routes.
 
     Raises:
-        ValueError: the rows are those of another model or of another number of tokens, or hold
-            experts that it has not, or one of them twice. The message names layer and tokens.
-        RuntimeError: a router can't be forced, because it does not choose by ``topk``, or ran
-            unseen; or recomputation is left for after the body. Raised at its end, so before an
-            optimizer's step.
+        ValueError: the rows are of another model or another number of tokens, or hold an expert
+            that the layer doesn't have, or an expert twice. The message names layer and tokens.
+        RuntimeError: a router can't be forced, because it does not choose by ``topk`` or its hooks
+            did not run; or recomputation is left for after the body. Raised at the end of the
+            body, so before the optimizer's step.
     """
     if rows is None:
         yield
@@ -128,13 +132,13 @@ def forced(
     if passes.to_recompute and not any(router.recomputed for router in routers):
         raise RuntimeError(
             "activations are recomputed in the backward pass, which did not run within `with "
-            "replay.forced(...)`, and would be routed otherwise outside; call backward() in the "
-            "body, or run the model under torch.no_grad()"
+            "replay.forced(...)`; outside, the recorded routes would not be forced. Call "
+            "backward() in the body, or run the model under torch.no_grad()"
         )
 
 
 class _Passes:
-    """Forward passes of a model in the body of ``forced``."""
+    """A counter of the forward passes of a model in the body of ``forced``."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -147,7 +151,7 @@ class _Passes:
 
 
 class _LayerRoutes:
-    """The experts of one layer that were recorded, ``[t, k]``, as given and in increasing order."""
+    """The recorded experts of one layer, ``[t, k]``, as given and in increasing order."""
 
     def __init__(self, layer: ExpertLayer, rows: Tensor, ordered: Tensor) -> None:
         device = next(layer.experts.parameters()).device
@@ -156,7 +160,7 @@ class _LayerRoutes:
         self._ordered = ordered.to(device, torch.long)
 
     def differ(self, chosen: Tensor) -> Tensor:
-        """For which tokens other experts were recorded than those ``chosen``, in any order."""
+        """Return a mask of tokens whose recorded experts are not the set ``chosen``."""
         same = (chosen.sort(-1).values == self._ordered).all(-1)
         return self.recorded & ~same
 
@@ -173,10 +177,10 @@ class _ForcedRouter:
         self._counts = counts
         self._passes = 0
         self._entered = ExitStack()
-        """The mode that replaces ``topk``, from the block's beginning to its experts."""
+        """Holds the mode that replaces ``topk`` between the block's start and its experts."""
         self._top_k: _ForcedTopK | None = None
         self._wrong: list[tuple[Tensor, bool]] = []
-        """Of each pass: whether other experts were reached, and whether ``topk`` was seen."""
+        """Per pass: whether other experts were reached, and whether ``topk`` was replaced."""
 
     def attach(self) -> list[Any]:
         return [
@@ -186,22 +190,22 @@ class _ForcedRouter:
         ]
 
     def check(self, passes: _Passes) -> None:
-        """Raise if what was forced did not reach the experts."""
+        """Check that the forced routes reached the experts in every forward pass."""
         name = self.layer.name
         if self._passes < passes.count:
             raise RuntimeError(
                 f"{name} ran {self._passes} times in {passes.count} forward passes, so its routes "
-                "were not forced: its block was replaced or compiled"
+                "were not forced; was its block replaced or compiled?"
             )
         for wrong, seen in self._wrong:
             if wrong.item() and seen:
                 raise RuntimeError(
-                    f"{name} was reached by other experts than those that were forced: its block "
-                    "changes what topk returns"
+                    f"{name} ran other experts than those that were forced: its block changes the "
+                    "result of topk, so its routes can't be replayed"
                 )
             if wrong.item():
                 raise RuntimeError(
-                    f"{name} can't be forced: its experts are not chosen by topk over the scores "
+                    f"{name} can't be forced: it does not choose experts by topk over the scores "
                     f"of {self.layer.count} experts"
                 )
 
@@ -213,7 +217,7 @@ class _ForcedRouter:
         self._entered.close()
         top_k, self._top_k = self._top_k, None
         if top_k is None:
-            return  # called from elsewhere, which check() reports
+            return  # called outside its block, which check() reports
         if recomputing():
             self.recomputed = True
             return
@@ -234,17 +238,17 @@ class _ForcedRouter:
             self._counts.add(self._routes.recorded, forced)
 
     def _leave(self, _block: nn.Module, _args: Any, _output: Any) -> None:
-        """After the block, also where it raised."""
+        """Remove the mode after the block, even if the block raised."""
         self._entered.close()
 
 
 class _ForcedTopK(TorchFunctionMode):
-    """Replaces the result of ``topk`` over a layer's experts."""
+    """A function mode that replaces the result of ``topk`` over a layer's experts."""
 
     def __init__(self, layer: ExpertLayer, routes: _LayerRoutes) -> None:
         super().__init__()
         self.forced: Tensor | None = None
-        """For which tokens its last result was replaced; None before there was one."""
+        """Mask of the tokens replaced by the last ``topk`` over experts; None before the first."""
         self._layer = layer
         self._routes = routes
 
@@ -260,7 +264,7 @@ class _ForcedTopK(TorchFunctionMode):
         rows = self._routes.rows
         k = rows.shape[1]
         if scores.shape[-1] != self._layer.count or chosen.shape[-1] != k:
-            return result  # of groups of experts, or of keys
+            return result  # a topk over groups of experts, or over keys
         if chosen.numel() != rows.numel():
             raise ValueError(
                 f"{self._layer.name} routes {chosen.numel() // k} tokens, but the routes have "
@@ -276,13 +280,13 @@ def _refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(
-                f"{name or 'the model'} is compiled; routes can't be forced there, because "
-                "compiled code does not see hooks that are added later. Train without compile"
+                f"{name or 'the model'} is compiled, so routes can't be forced: compiled code does "
+                "not run hooks that are added later. Train without torch.compile"
             )
 
 
 def _ordered(rows: Tensor, layers: Sequence[ExpertLayer]) -> Tensor:
-    """Each set in increasing order; raises if the rows can't be those of these layers."""
+    """Sort each set of experts, and check that the rows fit these layers."""
     fits = rows.ndim == 3 and rows.shape[1] == len(layers) and rows.shape[2] > 0
     if not fits or rows.is_floating_point():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The layers of an unmodified model that have routed experts, and the experts that they choose."""
+"""Recording of the experts that an unmodified model chooses, and of its expert layers."""
 
 import inspect
 from collections import Counter
@@ -15,7 +15,7 @@ from primerl._common.expert_modules import expert_modules
 from primerl._common.forward_passes import recomputing
 from primerl.replay.shapes import RouteShape
 
-# How configurations call the number of experts that a layer chooses.
+# Names of the number of experts per token in models' configurations.
 _CHOSEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -31,25 +31,25 @@ class ExpertLayer:
     """A decoder layer with routed experts."""
 
     index: int
-    """Among all decoder layers."""
+    """Index among all decoder layers."""
     name: str
-    """Of the module that holds the experts."""
+    """Name of the module that holds the experts."""
     experts: nn.Module
-    """What is called with the experts that were chosen, and their weights."""
+    """The module that is called with the chosen experts and their weights."""
     block: nn.Module
-    """The module around it, within which they are chosen."""
+    """The module around ``experts``, in which the router chooses."""
     count: int
     """Number of experts."""
 
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
-    """The decoder layers of a model that have routed experts, in order.
+    """Return the decoder layers of a model that have routed experts, in order.
 
     Modules are found by their place in the model, so layers that predict several tokens (MTP) are
-    left out, in a list of their own or after the last decoder layer.
+    left out: they are in a separate list, or after the last decoder layer.
 
     Raises:
-        ValueError: there are none, or a layer has several sets of experts.
+        ValueError: no layer has routed experts, or a layer has several sets of experts.
     """
     lists = {name: module for name, module in model.named_modules() if _is_list(module)}
     found: list[tuple[str, int, str]] = []
@@ -61,7 +61,7 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
             found.append((outermost, int(name[len(outermost) + 1 :].split(".")[0]), name))
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layers with routed experts that are called with the "
+            f"{type(model).__name__} has no layers with routed experts whose module takes the "
             "indices of each token's experts"
         )
     decoder, _ = Counter(parent for parent, _, _ in found).most_common(1)[0]
@@ -72,7 +72,7 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
             if layers and layers[-1].index == index:
                 raise ValueError(
                     f"layer {index} has several sets of experts, {layers[-1].name} and {name}; "
-                    "routes are replayed in layers with one"
+                    "routes can be replayed only in layers with one set"
                 )
             experts = modules[name]
             layers.append(
@@ -88,7 +88,10 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 
 
 def _indexed_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that take ``top_k_index``, also where ``transformers`` has no registry of them."""
+    """Return the modules whose ``forward`` takes ``top_k_index``, by name.
+
+    These are experts modules, also of families that are not in ``transformers``' registry.
+    """
     modules = dict(model.named_modules())
     kinds = {type(module) for module in modules.values()}
     indexed = {kind for kind in kinds if "top_k_index" in _argument_names(kind)}
@@ -103,18 +106,18 @@ def _argument_names(kind: type[nn.Module]) -> Collection[str]:
 
 
 def decoder_layers(model: nn.Module) -> int:
-    """The number of decoder layers, with experts or without."""
+    """Return the number of decoder layers, with or without experts."""
     config: Any = model.config
     count: int = config.get_text_config().num_hidden_layers
     return count
 
 
 def shape(model: nn.Module) -> RouteShape:
-    """The shape of a model's expert routes.
+    """Return the shape of a model's expert routes.
 
     Raises:
-        ValueError: the model has no routed experts, its layers have different numbers of them, or
-            its configuration doesn't say how many are chosen.
+        ValueError: the model has no routed experts, the number of experts differs between layers,
+            or the configuration doesn't say how many experts a token uses.
     """
     layers = expert_layers(model)
     config: Any = model.config
@@ -123,8 +126,8 @@ def shape(model: nn.Module) -> RouteShape:
     chosen = {_experts_chosen(text, layer.index) for layer in layers}
     if len(counts) > 1 or len(chosen) > 1:
         raise ValueError(
-            f"layers have {sorted(counts)} experts and choose {sorted(chosen)} of them; expected "
-            "the same numbers in all"
+            f"layers have {sorted(counts)} experts and choose {sorted(chosen)} per token; expected "
+            "the same numbers in all layers"
         )
     return RouteShape(
         layers=tuple(layer.index for layer in layers),
@@ -139,8 +142,8 @@ def _experts_chosen(config: Any, layer: int) -> int:
     chosen: Any = next((value for value in values if value), None)
     if chosen is None:
         raise ValueError(
-            f"the configuration of {config.model_type} does not say how many experts are chosen "
-            f"({', '.join(_CHOSEN)}); make a RouteShape by hand"
+            f"the configuration of {config.model_type} has no number of experts per token "
+            f"({', '.join(_CHOSEN)}); construct a RouteShape yourself"
         )
     return int(chosen[layer] if isinstance(chosen, list | tuple) else chosen)
 
@@ -150,7 +153,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:
-    """The module around the experts; peft wraps these in modules with a ``base_layer``."""
+    """Return the module around the experts, outside of peft's wrappers with a ``base_layer``."""
     parent = model.get_submodule(name.rpartition(".")[0])
     while hasattr(parent, "base_layer"):
         name = name.rpartition(".")[0]
@@ -159,7 +162,7 @@ def _block(model: nn.Module, name: str) -> nn.Module:
 
 
 class CapturedRoutes:
-    """The experts that were chosen in the latest forward pass."""
+    """The experts that a model chose in its latest forward pass."""
 
     def __init__(self, layers: Sequence[ExpertLayer]) -> None:
         self._layers = layers
@@ -167,7 +170,7 @@ class CapturedRoutes:
 
     @property
     def rows(self) -> Int16[Tensor, "t layers k"]:
-        """``[t, layers, k]``: for each token, the experts of each layer that has any.
+        """The experts of each token in each layer with experts, ``[t, layers, k]``.
 
         Raises:
             RuntimeError: there was no forward pass, or only a part of the model ran.
@@ -182,21 +185,21 @@ class CapturedRoutes:
         return stacked.flatten(1, -2).transpose(0, 1)
 
     def record(self, layer: ExpertLayer, chosen: Tensor) -> None:
-        """Keep the experts of one layer's tokens."""
+        """Store the experts that one layer chose."""
         self._chosen[layer.index] = chosen.to(torch.int16)
 
 
 @contextmanager
 def capture(model: nn.Module) -> Iterator[CapturedRoutes]:
-    """Record the experts that each token is sent to.
+    """Record the experts that each token is routed to.
 
         with replay.capture(model) as routes:
             model(token_ids[None])
         routes.rows  # [t, layers, k]
 
-    Hooks on the modules that hold the experts see the indices that reach them, so whatever chose
-    them, in whatever family, is recorded. They are gone afterwards. After several forward passes,
-    ``rows`` are those of the latest; recomputation in a backward pass is not one.
+    Hooks on the experts modules record the indices that these are called with, so this works with
+    any router of any family. The hooks are removed at the end. After several forward passes,
+    ``rows`` are those of the latest pass; recomputation in a backward pass does not count.
 
     Args:
         model: a ``transformers`` model with routed experts, whole, sharded, or with adapters.
@@ -218,13 +221,13 @@ def capture(model: nn.Module) -> Iterator[CapturedRoutes]:
 
 
 def chosen_experts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The indices among the arguments of a module that holds experts: its only integers."""
+    """Find the expert indices among a module's arguments: the only tensor of integers."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     integers = [value for value in tensors if not value.is_floating_point()]
     if len(integers) != 1:
         raise RuntimeError(
-            f"an experts module was called with {len(integers)} tensors of integers; expected one, "
-            "the experts of each token"
+            f"an experts module was called with {len(integers)} integer tensors; expected one: the "
+            "experts of each token"
         )
     return integers[0]
 

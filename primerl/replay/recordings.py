@@ -1,9 +1,9 @@
-"""A file of recorded routes: where they begin, of which model, by which policy versions.
+"""The file format of recorded routes, with their first token, shape and policy versions.
 
     magic[8]  metadata_length u32  checksum u64  metadata  encoded routes (see ``codec``)
 
-The metadata are JSON; the checksum is xxh3_64 of them. Readers get the file's length and a function
-that reads a range of its bytes, from a file or a server, and ask for no more than they need.
+The metadata are JSON, and the checksum is their xxh3_64. A reader gets the file's length and a
+function that reads a byte range of a local or served file. It reads only the bytes that it needs.
 """
 
 import functools
@@ -20,28 +20,28 @@ from primerl.replay.codec import Span
 from primerl.replay.shapes import RouteShape
 
 Reader = Callable[[int, int], bytes]
-"""Reads the bytes of a file from a first to before a last."""
+"""``(begin, end) -> bytes``: reads a file's bytes from ``begin`` to before ``end``."""
 
 _MAGIC = b"record\0\1"
 _PREFIX = struct.Struct("<8sIQ")
 READ_AT_ONCE = 1 << 16
-"""Bytes read first: the head of most files is within them."""
+"""Number of bytes read first, which hold the head of most files."""
 
 
 class RecordedRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Routes of successive tokens.
+    """Expert routes of successive tokens.
 
     ``rows``: int16 ``[t, layers, k]``, each set in increasing order, -1 where not recorded.
-    ``versions``: int32 ``[t]``, of the policy that made each row.
+    ``versions``: int32 ``[t]``, the version of the policy that computed each row.
     """
 
     start: int
-    """The token of row 0."""
+    """The index of row 0's token."""
     rows: np.ndarray
     versions: np.ndarray
 
     def within(self, span: Span) -> "RecordedRoutes":
-        """Those of the tokens ``span=(first, last + 1)``, clipped to those that there are."""
+        """Return the routes of the tokens ``span=(first, last + 1)`` that were recorded."""
         end = self.start + len(self.rows)
         if span[0] <= self.start and end <= span[1]:
             return self
@@ -57,39 +57,39 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     experts: int
     k: int
     versions: list[tuple[int, int]]
-    """Runs of rows: how many, and their version."""
+    """Runs of rows with the same version: ``(number of rows, version)``."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class RecordingHead:
-    """What a file says of its routes before them."""
+    """The parsed head of a file of recorded routes: all but the chunks of routes."""
 
     start: int
     shape: RouteShape
     runs: np.ndarray
-    """int64 ``[runs, 2]``: how many rows, and their version."""
+    """int64 ``[runs, 2]``: number of rows and version of each run of rows."""
     routes: codec.Head
     offset: int
-    """Where the encoded routes begin."""
+    """The byte at which the encoded routes begin."""
 
     @property
     def end(self) -> int:
-        """The token after the last one."""
+        """The index after the last recorded token."""
         return self.start + self.routes.tokens
 
     @property
     def versions(self) -> np.ndarray:
-        """int64 ``[t]``, of each row."""
+        """The policy version of each row, int64 ``[t]``."""
         return np.repeat(self.runs[:, 1], self.runs[:, 0])
 
 
 def recording_parts(
     rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape
 ) -> list[bytes]:
-    """The bytes of a file of ``rows[t, layers, k]`` and ``versions[t]``, in parts.
+    """Encode ``rows[t, layers, k]`` and ``versions[t]`` as a file; return its bytes in parts.
 
     Raises:
-        ValueError: rows are at fault; it names layer and token.
+        ValueError: rows are invalid; the message names layer and token.
     """
     metadata = _encoded_metadata(start, versions, shape)
     prefix = _PREFIX.pack(_MAGIC, len(metadata), xxhash.xxh3_64_intdigest(metadata))
@@ -98,7 +98,7 @@ def recording_parts(
 
 
 def content_digest(rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape) -> str:
-    """xxh3_128 of what ``recording_parts`` would write, by its content."""
+    """Compute the xxh3_128 of the content that ``recording_parts`` would encode."""
     digest = xxhash.xxh3_128(_encoded_metadata(start, versions, shape))
     digest.update(str(rows.dtype).encode())
     tokens = max(1, READ_AT_ONCE // max(1, rows[:1].nbytes))
@@ -111,12 +111,12 @@ def read_recording_head(read: Reader, *, total: int, known: bytes = b"") -> Reco
     """Read the head of a file.
 
     Args:
-        read: reads a range of its bytes.
-        total: its length.
-        known: its first bytes, as far as they have been read.
+        read: reads a byte range of the file.
+        total: the file's length in bytes.
+        known: the file's first bytes, if some have been read already.
 
     Raises:
-        ValueError: it is cut off, damaged or something else.
+        ValueError: the file is cut off, damaged, or not a file of recorded routes.
     """
 
     def upto(end: int) -> bytes:
@@ -129,7 +129,7 @@ def read_recording_head(read: Reader, *, total: int, known: bytes = b"") -> Reco
 
     magic, length, checksum = _PREFIX.unpack_from(upto(_PREFIX.size))
     if magic != _MAGIC:
-        raise ValueError("this is no file of recorded routes")
+        raise ValueError("this is not a file of recorded routes")
     offset = _PREFIX.size + length
     metadata = upto(offset)[_PREFIX.size : offset]
     if xxhash.xxh3_64_intdigest(metadata) != checksum:
@@ -143,10 +143,10 @@ def read_recording_head(read: Reader, *, total: int, known: bytes = b"") -> Reco
 def read_recording(
     read: Reader, *, total: int, span: Span | None = None, known: bytes = b""
 ) -> RecordedRoutes:
-    """Read the routes of a span of tokens, clipped to those that the file has.
+    """Read the routes of those tokens of a span that the file has.
 
     Raises:
-        ValueError: it is cut off, damaged or something else.
+        ValueError: the file is cut off, damaged, or not a file of recorded routes.
     """
     head = read_recording_head(read, total=total, known=known)
     first, last = (head.start, head.end) if span is None else span
@@ -170,7 +170,7 @@ def read_recording(
 
 
 def runs_of(values: np.ndarray) -> Sequence[tuple[int, int]]:
-    """Successive equal values as (how many, value)."""
+    """Run-length encode values as ``(count, value)``."""
     if not len(values):
         return []
     firsts = np.concatenate([[0], 1 + np.flatnonzero(np.diff(values))])
@@ -191,9 +191,9 @@ def _encoded_metadata(start: int, versions: np.ndarray, shape: RouteShape) -> by
     )
 
 
-@functools.lru_cache(maxsize=64)  # short replies of a step have the same: checked once
+@functools.lru_cache(maxsize=64)  # many short replies of a step have equal metadata
 def _decoded_metadata(metadata: bytes) -> tuple[int, RouteShape, np.ndarray]:
-    """First token, shape and runs of versions."""
+    """Decode metadata into the first token, the shape and the runs of versions."""
     try:
         found = msgspec.json.decode(metadata, type=_Metadata)
         shape = RouteShape(
@@ -205,7 +205,7 @@ def _decoded_metadata(metadata: bytes) -> tuple[int, RouteShape, np.ndarray]:
         runs = np.array(found.versions, np.int64).reshape(-1, 2)
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise ValueError(f"routes are damaged: {error}") from None
-    runs.flags.writeable = False  # it is shared
+    runs.flags.writeable = False  # the cached array is shared
     return found.start, shape, runs
 
 
@@ -220,5 +220,5 @@ def _checked_head(metadata: bytes, routes: codec.Head, offset: int) -> Recording
         and int(counts.sum()) == routes.tokens
     )
     if not fits or not plausible:
-        raise ValueError("routes are damaged: their metadata do not fit to them")
+        raise ValueError("routes are damaged: their metadata do not match them")
     return RecordingHead(start=start, shape=shape, runs=runs, routes=routes, offset=offset)

@@ -1,21 +1,22 @@
-"""References to recorded routes: where routes lie, which files a reference may open, and reading.
+"""References to recorded routes: their formats, checks of what they may open, and reading.
 
-    shm:FOLDER/NAME          a store in this host's shared memory
-    file:/path/FOLDER/NAME   a store on a filesystem that hosts share
-    http://HOST:PORT/NAME.CODE   a store that a server of another host serves
-    inline:STORE/BASE64      routes so few that they travel within their reference
+    shm:FOLDER/NAME              a store in this host's shared memory
+    file:/path/FOLDER/NAME       a store on a filesystem that hosts share
+    http://HOST:PORT/NAME.CODE   a store that another host serves
+    inline:STORE/BASE64          a few routes, stored in the reference itself
 
-A reference comes from another process, so it opens nothing but what a store has written: NAME and
-FOLDER are those of stores and of this user, neither is a link, and CODE shows that whoever made the
-reference has the key, which is sent to nobody else.
+A reference comes from another process, so it must not open anything but a store's files. NAME and
+FOLDER must have the form of a store's names, FOLDER must belong to this user, and neither may be a
+link. CODE proves that the reference was made with the server's key. The key is sent to no other
+server.
 
 An inline reference holds data and opens nothing, so it needs no key. STORE are the digits of its
-store's folder; the content is little-endian, and the checksum is xxh3_64 of what follows it:
+store's folder. The content is little-endian, and the checksum is xxh3_64 of the bytes after it:
 
     checksum u64  start u64  tokens, decoder_layers, experts, k u16
     layers bits[decoder_layers]  versions i32[t]  ids[t, layers, k] i8 or i16
 
-Nothing in it is compressed, so that the references of a batch are decoded together.
+The content is not compressed, so that the references of a batch can be decoded together.
 """
 
 import binascii
@@ -40,8 +41,8 @@ import xxhash
 
 from primerl._common.shared_folder import shared_memory
 from primerl.replay.codec import Span
+from primerl.replay.file_server import NAME, open_member, remove
 from primerl.replay.recordings import READ_AT_ONCE, Reader, RecordedRoutes, read_recording
-from primerl.replay.server import NAME, open_member, remove
 from primerl.replay.shapes import RouteShape, ordered_sets
 from primerl.types import Sample
 
@@ -57,7 +58,7 @@ _SERVED = re.compile(
 
 @attrs.frozen
 class FilePlace:
-    """A file of a store, on this host or a filesystem that it shares."""
+    """The location of a store's file on a filesystem of this host."""
 
     folder: Path
     name: str
@@ -65,7 +66,7 @@ class FilePlace:
 
 @attrs.frozen
 class ServedPlace:
-    """A file that a server serves."""
+    """The location of a store's file that a server serves, and the server's key."""
 
     host: str
     port: int
@@ -74,10 +75,11 @@ class ServedPlace:
 
 
 def parse_reference(reference: str) -> FilePlace | ServedPlace:
-    """What a reference refers to.
+    """Parse and check a reference to a file, local or served.
 
     Raises:
-        ValueError: it is none of a store's, leads elsewhere, or no key is set that made it.
+        ValueError: it is not a reference of a store, leads out of the store's folder, or was not
+            made with the key in ``PRIMERL_API_KEY``.
     """
     kind, _, rest = reference.partition(":")
     if kind == "shm":
@@ -89,18 +91,18 @@ def parse_reference(reference: str) -> FilePlace | ServedPlace:
         return _file_place(Path(parent or "/"), folder, name)
     if kind == "http":
         return _served_place(reference)
-    raise ValueError(f"{reference!r:.200} is no reference to routes: shm:, file:/ or http://")
+    raise ValueError(f"{reference!r:.200} is not a reference: expected shm:, file:/ or http://")
 
 
 def file_reference(folder: Path, name: str) -> str:
-    """The reference to a file of a store that hosts share, or, in shared memory, processes."""
+    """Make the reference to a store's file, in shared memory or on a shared filesystem."""
     if folder.parent == shared_memory():
         return f"shm:{folder.name}/{name}"
     return f"file:{folder}/{name}"
 
 
 def served_reference(address: str, name: str, key: str) -> str:
-    """The reference to a file that the server at ``http://host:port`` serves."""
+    """Make the reference to a file that the server at ``http://host:port`` serves."""
     return f"{address}/{name}.{_code(f'{address}/{name}', key)}"
 
 
@@ -112,58 +114,61 @@ def _code(address: str, key: str) -> str:
 
 def _file_place(parent: Path, folder: str, name: str) -> FilePlace:
     if not _FOLDER.fullmatch(folder) or not NAME.fullmatch(name):
-        raise ValueError(f"{f'{folder}/{name}'!r:.200} is no file of a store of routes")
+        raise ValueError(f"{f'{folder}/{name}'!r:.200} is not a file of a store of routes")
     path = parent / folder
     try:
         found = path.lstat()
     except FileNotFoundError:
-        return FilePlace(path, name)  # whoever opens it finds that it's gone
+        return FilePlace(path, name)  # opening it reports that it is missing
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ValueError(f"{path} is no private folder of this user")
+        raise ValueError(f"{path} is not a private folder of this user")
     return FilePlace(path, name)
 
 
 def _served_place(reference: str) -> ServedPlace:
     found = _SERVED.fullmatch(reference)
     if found is None or not NAME.fullmatch(found["name"]) or int(found["port"]) > 65535:
-        raise ValueError(f"{reference!r:.200} is no address of recorded routes")
+        raise ValueError(f"{reference!r:.200} is not an address of recorded routes")
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         raise ValueError(f"set {KEY_VARIABLE} to the key of the server of routes")
     address = reference.rpartition(".")[0]
     if not hmac.compare_digest(_code(address, key), found["code"]):
         raise ValueError(
-            f"{address} was not given out by a store with the key in {KEY_VARIABLE}; the key is "
-            "not sent there"
+            f"{address} was not made by a store with the key in {KEY_VARIABLE}, so the key is not "
+            "sent there; set the same key in all processes"
         )
     return ServedPlace(found["host"].strip("[]"), int(found["port"]), found["name"], key)
 
 
-# ---- routes within their reference ----
+# ---- inline references ----
 
 INLINE_BYTES = 1024
-"""More routes get a file. Whatever its size, to write, read and remove one takes 0.5 ms; this many
-bytes in a reference take 10 us, and are as many as those of a sample's tokens and logprobs."""
+"""The largest content of an inline reference; larger routes get a file.
+
+Writing, reading and removing a file takes 0.5 ms, whatever its size. A reference with this many
+bytes takes 10 us, and is about as large as a sample's tokens and logprobs.
+"""
 
 _KIND = "inline:"
 _STORE = re.compile(r"[0-9a-f]{16}")
 _CHECKSUM = struct.Struct("<Q")
 _NUMBERS = struct.Struct("<QHHHH")
 _HEAD = struct.Struct("<QQHHHH")
-"""The checksum and the numbers."""
+"""The checksum, then the fields of ``_NUMBERS``."""
 _VERSION = np.dtype("<i4")
 
 
 class InlineRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The parts of a reference."""
+    """The parsed content of an inline reference."""
 
     store: str
     start: int
     end: int
-    """The token after the last one."""
-    layout: "_Layout"
+    """The index after the last token."""
+    layout: "_RouteFormat"
     versions: np.ndarray
-    """int32, of each token."""
+    """The policy version of each token, int32."""
     ids: bytes
 
     @property
@@ -173,8 +178,8 @@ class InlineRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 @attrs.frozen(kw_only=True)
-class _Layout:
-    """How routes of a shape are written."""
+class _RouteFormat:
+    """The binary layout of inline routes of one shape."""
 
     shape: RouteShape
     layer_bits: bytes
@@ -183,12 +188,12 @@ class _Layout:
 
 
 def is_inline(reference: str) -> bool:
-    """Whether a reference is of this kind."""
+    """Check whether a reference is inline."""
     return reference.startswith(_KIND)
 
 
 def fits_inline(tokens: int, shape: RouteShape) -> bool:
-    """Whether the routes of so many tokens are few enough."""
+    """Check whether the routes of so many tokens fit into an inline reference."""
     layout = _layout(shape)
     head_bytes = _HEAD.size + len(layout.layer_bits)
     return head_bytes + tokens * layout.token_bytes <= INLINE_BYTES
@@ -197,10 +202,10 @@ def fits_inline(tokens: int, shape: RouteShape) -> bool:
 def inline_reference(
     rows: np.ndarray, *, start: int, versions: np.ndarray, shape: RouteShape, store: str
 ) -> str:
-    """The reference that holds ``rows[t, layers, k]`` and ``versions[t]``.
+    """Make the reference that holds ``rows[t, layers, k]`` and ``versions[t]``.
 
     Raises:
-        ValueError: rows are at fault; it names layer and token.
+        ValueError: rows are invalid; the message names layer and token.
     """
     ids = ordered_sets(rows, experts=shape.experts, first_token=start, layers=shape.layers)
     layout = _layout(shape)
@@ -217,20 +222,20 @@ def inline_reference(
 
 
 def parse_inline(reference: str) -> InlineRoutes:
-    """The parts of a reference.
+    """Parse an inline reference.
 
     Raises:
-        ValueError: it isn't one, or is cut off or damaged.
+        ValueError: it is not an inline reference, or is cut off or damaged.
     """
     store, _, encoded = reference.removeprefix(_KIND).partition("/")
     if not _STORE.fullmatch(store):
-        raise ValueError(f"{reference!r:.200} is no reference to routes: it names no store")
+        raise ValueError(f"{reference!r:.200} is not a reference to routes: it names no store")
     try:
         content = binascii.a2b_base64(encoded, strict_mode=True)
     except ValueError as error:  # binascii.Error is one
         raise ValueError(f"routes are cut off or damaged: {error}") from None
     if len(content) < _HEAD.size:
-        raise ValueError(f"routes are cut off: {len(content)} bytes, fewer than {_HEAD.size}")
+        raise ValueError(f"routes are cut off: {len(content)} bytes, less than {_HEAD.size}")
     checksum, start, tokens, decoder_layers, experts, k = _HEAD.unpack_from(content)
     if xxhash.xxh3_64_intdigest(content[_CHECKSUM.size :]) != checksum:
         raise ValueError("routes are cut off or damaged: their checksum is wrong")
@@ -254,18 +259,18 @@ def parse_inline(reference: str) -> InlineRoutes:
 
 
 def decode_inline(parts: Sequence[InlineRoutes]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and versions of references to routes of one model, those of all in a sequence.
+    """Decode the concatenated rows and versions of inline routes of one model.
 
     Returns:
-        int16 ``[t, layers, k]``, each set in increasing order, and int32 ``[t]``.
+        Rows, int16 ``[t, layers, k]``, each set in increasing order, and versions, int32 ``[t]``.
 
     Raises:
-        ValueError: they are of different models, or one has what is no set of experts. The message
-            names layer and token, if there is but one.
+        ValueError: they are of different models, or have an invalid set of experts. The message
+            names its layer and token, which is right only if ``parts`` has one entry.
     """
     layout = parts[0].layout
     if any(one.layout is not layout for one in parts):
-        raise ValueError("routes are of different models")
+        raise ValueError("routes are of different models; expected those of one model")
     shape = layout.shape
     ids = np.frombuffer(b"".join([one.ids for one in parts]), layout.id_dtype)
     rows = ordered_sets(
@@ -281,11 +286,11 @@ def decode_inline(parts: Sequence[InlineRoutes]) -> tuple[np.ndarray, np.ndarray
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(shape: RouteShape) -> _Layout:
+def _layout(shape: RouteShape) -> _RouteFormat:
     id_dtype = np.dtype(np.int8) if shape.experts <= 128 else np.dtype("<i2")
     bits = np.zeros(shape.decoder_layers, np.uint8)
     bits[list(shape.layers)] = 1
-    return _Layout(
+    return _RouteFormat(
         shape=shape,
         layer_bits=np.packbits(bits).tobytes(),
         id_dtype=id_dtype,
@@ -294,7 +299,7 @@ def _layout(shape: RouteShape) -> _Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def _read_layout(decoder_layers: int, experts: int, k: int, layer_bits: bytes) -> _Layout:
+def _read_layout(decoder_layers: int, experts: int, k: int, layer_bits: bytes) -> _RouteFormat:
     bits = np.unpackbits(np.frombuffer(layer_bits, np.uint8))[:decoder_layers]
     try:
         shape = RouteShape(
@@ -308,24 +313,24 @@ def _read_layout(decoder_layers: int, experts: int, k: int, layer_bits: bytes) -
     return _layout(shape)
 
 
-# ---- reading and discarding what references lead to ----
+# ---- reading and discarding routes by their references ----
 
 _PIECE = 1 << 20
-_AT_ONCE = 8  # requests
+_AT_ONCE = 8  # concurrent requests
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 def read(reference: str, *, span: Span | None = None, timeout_s: float = 60.0) -> RecordedRoutes:
-    """Read the routes of the tokens ``span=(first, last + 1)``, clipped to those that it refers to.
+    """Read the routes that a reference has of the tokens ``span=(first, last + 1)``; None for all.
 
     Only the bytes of these tokens are read, from a file or, with the key in ``PRIMERL_API_KEY``,
     from the server that the reference names.
 
     Raises:
-        FileNotFoundError: they were discarded, or their store has ended.
+        FileNotFoundError: the routes were discarded, or their store was closed.
         TimeoutError: the server took longer than ``timeout_s``.
-        ValueError: they are damaged, or the reference is none of a store's.
-        ConnectionError: the server can't be reached, or refuses.
+        ValueError: the routes are damaged, or the reference is not a store's.
+        ConnectionError: the server can't be reached, or refuses the request.
     """
     if is_inline(reference):
         part = parse_inline(reference)
@@ -336,20 +341,20 @@ def read(reference: str, *, span: Span | None = None, timeout_s: float = 60.0) -
     if isinstance(place, FilePlace):
         with opened(place) as (read_bytes, total):
             return read_recording(read_bytes, total=total, span=span)
-    with _Connection(place, timeout_s=timeout_s) as connection:
+    with _RouteConnection(place, timeout_s=timeout_s) as connection:
         known, total = connection.start()
         return read_recording(connection.read, total=total, span=span, known=known)
 
 
 def discard(samples: Iterable[Sample], *, timeout_s: float = 30.0) -> int:
-    """Remove the routes that samples refer to, and return how many there were.
+    """Remove the routes that samples refer to, and return how many were removed.
 
-    Those that are missing already are no fault; inline ones are not anywhere else.
+    Missing routes are ignored, and so are inline ones, which exist only in their references.
 
     Raises:
         TimeoutError: a server took longer than ``timeout_s``.
-        ValueError: a reference is none of a store's.
-        ConnectionError: a server can't be reached, or refuses.
+        ValueError: a reference is not a store's.
+        ConnectionError: a server can't be reached, or refuses the request.
     """
     references = {ref for sample in samples for ref in sample.routes if not is_inline(ref)}
     places = [parse_reference(reference) for reference in references]
@@ -365,7 +370,7 @@ def discard(samples: Iterable[Sample], *, timeout_s: float = 30.0) -> int:
 
 @contextmanager
 def opened(place: FilePlace) -> Iterator[tuple[Reader, int]]:
-    """A function that reads a range of a file's bytes, and the file's length.
+    """Open a store's file; yield a function that reads a byte range, and the file's length.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -374,7 +379,7 @@ def opened(place: FilePlace) -> Iterator[tuple[Reader, int]]:
         descriptor = open_member(place.folder, place.name)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{place.folder / place.name}: these routes were discarded, or their store has ended"
+            f"{place.folder / place.name}: these routes were discarded, or their store was closed"
         ) from None
     try:
         yield lambda begin, end: _read_file(descriptor, begin, end), os.fstat(descriptor).st_size
@@ -385,26 +390,26 @@ def opened(place: FilePlace) -> Iterator[tuple[Reader, int]]:
 def _read_file(descriptor: int, begin: int, end: int) -> bytes:
     found = os.pread(descriptor, end - begin, begin)
     if len(found) < end - begin:
-        raise ValueError(f"routes are cut off: no more than {begin + len(found)} bytes")
+        raise ValueError(f"routes are cut off: they have only {begin + len(found)} bytes")
     return found
 
 
 def _delete(place: ServedPlace, deadline: float) -> bool:
-    with _Connection(place, timeout_s=deadline - time.monotonic()) as connection:
+    with _RouteConnection(place, timeout_s=deadline - time.monotonic()) as connection:
         return connection.delete()
 
 
-class _Connection:
-    """A connection to a server of routes; all that it does ends within ``timeout_s``."""
+class _RouteConnection:
+    """A connection to a server of routes; ``timeout_s`` is for all of its requests together."""
 
     def __init__(self, place: ServedPlace, *, timeout_s: float) -> None:
         self._place = place
         self._deadline = time.monotonic() + timeout_s
-        # Not by way of proxies, and no redirections: the key is for this server alone.
+        # http.client uses no proxies and follows no redirects, so only this server gets the key.
         self._http = http.client.HTTPConnection(place.host, place.port)
         self._response: http.client.HTTPResponse | None = None
 
-    def __enter__(self) -> "_Connection":
+    def __enter__(self) -> "_RouteConnection":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -412,18 +417,18 @@ class _Connection:
         self._http.close()
 
     def start(self) -> tuple[bytes, int]:
-        """The file's first bytes, and its length."""
+        """Read the file's first bytes; return them and the file's length."""
         return self._get(0, READ_AT_ONCE)
 
     def read(self, begin: int, end: int) -> bytes:
-        """The bytes from ``begin`` to before ``end``."""
+        """Read the bytes from ``begin`` to before ``end``."""
         found, _ = self._get(begin, end) if begin < end else (b"", 0)
         if len(found) != end - begin:
-            raise ValueError(f"routes are cut off: no more than {begin + len(found)} bytes")
+            raise ValueError(f"routes are cut off: they have only {begin + len(found)} bytes")
         return found
 
     def delete(self) -> bool:
-        """Remove the file; returns whether it was there."""
+        """Remove the file; return whether it existed."""
         return self._request("DELETE", {}).status == http.client.NO_CONTENT
 
     def _get(self, begin: int, end: int) -> tuple[bytes, int]:
@@ -432,7 +437,7 @@ class _Connection:
             raise FileNotFoundError(f"{self} has no such routes any more")
         found = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", ""))
         if response.status != http.client.PARTIAL_CONTENT or found is None:
-            raise ValueError(f"{self} has no bytes from {begin} on: the routes are cut off")
+            raise ValueError(f"{self} sent no bytes from {begin} on: the routes are cut off")
         first, last, total = (int(number) for number in found.groups())
         if first != begin or not begin <= last < min(end, total):
             raise ValueError(f"{self} answered with bytes {first}-{last} of {total}")

@@ -1,4 +1,4 @@
-"""The shape of a model's expert routes, and sets of experts that a model of it can't choose."""
+"""The shape of a model's expert routes, and checks that expert sets fit that shape."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -16,21 +16,21 @@ def _indices(values: Iterable[SupportsIndex]) -> tuple[int, ...]:
 class RouteShape:
     """The shape of a model's expert routes.
 
-    Rows of routes have an entry for each layer with experts, ``[t, len(layers), k]``. Engines that
-    report one for every decoder layer send ``[t, decoder_layers, k]``.
+    Routes have one entry per layer with experts: ``[t, len(layers), k]``. Engines that report every
+    decoder layer send ``[t, decoder_layers, k]``.
 
     Raises:
-        ValueError: there are no layers or experts, or their numbers contradict each other.
+        ValueError: there are no layers or experts, or the numbers contradict each other.
     """
 
     layers: tuple[int, ...] = attrs.field(converter=_indices)
-    """Which decoder layers have experts, such as 3 to 77; layers that predict several tokens (MTP)
-    are not among them."""
+    """Indices of the decoder layers with experts, such as 3 to 77, without the layers that predict
+    several tokens (MTP)."""
     decoder_layers: int
     experts: int
-    """Routed experts of a layer."""
+    """Number of routed experts per layer."""
     k: int
-    """Experts that a layer chooses for a token."""
+    """Number of experts that a layer chooses per token."""
 
     def __attrs_post_init__(self) -> None:
         in_order = list(self.layers) == sorted(set(self.layers))
@@ -38,7 +38,8 @@ class RouteShape:
             raise ValueError(f"layers is {self.layers}; expected indices in increasing order")
         if self.layers[-1] >= self.decoder_layers:
             raise ValueError(
-                f"layer {self.layers[-1]} has experts, but there are {self.decoder_layers} layers"
+                f"layer {self.layers[-1]} has experts, but there are {self.decoder_layers} decoder "
+                "layers, numbered from 0"
             )
         if not 1 <= self.k <= self.experts or self.experts > 2**15:
             raise ValueError(
@@ -49,16 +50,16 @@ class RouteShape:
 def ordered_sets(
     ids: np.ndarray, *, experts: int, first_token: int, layers: Sequence[int]
 ) -> np.ndarray:
-    """``ids[t, layers, k]`` as int16, each set in increasing order.
+    """Return ``ids[t, layers, k]`` as int16, with each expert set in increasing order.
 
     Args:
         ids: integers, -1 in all k places where nothing was recorded.
-        experts: of a layer.
-        first_token: the number of row 0, for errors.
-        layers: the numbers of the layers, for errors.
+        experts: number of experts per layer.
+        first_token: the token of row 0, for errors.
+        layers: the indices of the layers, for errors.
 
     Raises:
-        ValueError: an expert twice in a set, an id that is no expert's, or -1 in only some places.
+        ValueError: a set has an expert twice, an id out of range, or -1 in only some places.
     """
     if _are_ordered_sets(ids, experts):
         return ids.astype(np.int16)
@@ -73,7 +74,7 @@ def ordered_sets(
 
 
 def _are_ordered_sets(ids: np.ndarray, experts: int) -> bool:
-    """Whether nothing is missing, wrong or out of order: found by few operations, for few ids."""
+    """Check that all sets are valid, complete and ordered: a fast path for small arrays."""
     if not ids.size:
         return True
     rising = ids[..., 1:] > ids[..., :-1]
@@ -83,10 +84,10 @@ def _are_ordered_sets(ids: np.ndarray, experts: int) -> bool:
 def missing_sets(
     ids: np.ndarray, *, experts: int, first_token: int, layers: Sequence[int]
 ) -> np.ndarray | None:
-    """Where nothing was recorded, ``bool[t, layers]``; None if that is nowhere.
+    """Return a mask ``bool[t, layers]`` of the sets not recorded; None if all were recorded.
 
     Raises:
-        ValueError: an id that is no expert's, or -1 in only some places.
+        ValueError: an id is out of range, or a set has -1 in only some places.
     """
     lowest = ids.min(initial=0)
     if lowest < -1 or ids.max(initial=0) >= experts:
@@ -104,15 +105,15 @@ def missing_sets(
         token, layer = np.argwhere(partly)[0]
         raise ValueError(
             f"layer {layers[layer]} of token {first_token + token} has -1 in only some places: "
-            f"{ids[token, layer].tolist()}; expected all or none"
+            f"{ids[token, layer].tolist()}; expected -1 in all k places or in none"
         )
     missing: np.ndarray = absent[..., 0]
     return missing
 
 
 def expert_twice(ids: np.ndarray, layer: int, token: int) -> ValueError:
-    """The error for a set ``ids[k]`` that has an expert twice."""
+    """Make the error for a set ``ids[k]`` that has an expert twice."""
     return ValueError(
         f"layer {layer} of token {token} has an expert twice: {ids.tolist()}; expected {len(ids)} "
-        "different ones"
+        "different experts"
     )

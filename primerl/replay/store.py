@@ -1,4 +1,4 @@
-"""Where expert routes lie between sampler and trainer: files, of which each reference is a name."""
+"""A store of expert routes between sampler and trainer: files, each named by a reference."""
 
 import contextlib
 import errno
@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 
 from primerl._common.shared_folder import SharedFolder
+from primerl.replay.file_server import NAME, content_path
 from primerl.replay.recordings import (
     RecordingHead,
     content_digest,
@@ -36,41 +37,41 @@ from primerl.replay.references import (
     parse_inline,
     served_reference,
 )
-from primerl.replay.server import NAME, content_path
+from primerl.replay.server_process import SpanServer
 from primerl.replay.shapes import RouteShape
-from primerl.replay.span_server import SpanServer
 from primerl.types import Sample
 
 _UNKNOWN = -1
 
 
 class BadRoutes(ValueError):
-    """A sample's routes are missing, damaged, of another model or incomplete."""
+    """Raised when a sample's routes are missing, damaged, of another model or incomplete."""
 
 
 class Store:
-    """Expert routes of samples that wait for their training step.
+    """A store for the expert routes of samples that wait for their training step.
 
         with Store(shape) as store:
             references = store.put(rows, start=0, versions=versions, shared=prompt_tokens)
 
-    By default they lie in this host's shared memory, so that its processes can read them. The
-    routes of a few tokens of a small model, up to ``INLINE_BYTES``, travel within their references
-    instead. What was not discarded is removed when the store is closed or, if its process is
-    killed, when this host's next store is opened.
+    By default, routes are files in this host's shared memory, which its processes can read. Routes
+    of at most ``INLINE_BYTES``, such as of a few tokens of a small model, are stored in their
+    references instead. Routes that were not discarded are removed when the store is closed. If its
+    process is killed, they are removed when this host's next store is opened.
 
-    A copy, as pickling makes it for the rollout worker's process, can put and check while the store
-    is open. Copies, and all methods, can be used by several threads.
+    A copy, such as the pickled one in the rollout worker's process, can put and check routes while
+    the store is open. The store and its copies are thread-safe.
 
     Args:
-        shape: of the model's routes.
-        folder: on a filesystem that hosts share, a folder to lie in instead of shared memory.
-        max_bytes: if more lie in it, the oldest are removed; they are of rollouts that were
-            dropped. By default half of what is free when the store is opened.
-        host: serve the routes to other hosts over HTTP, on this interface: ``"127.0.0.1"``, or
+        shape: the shape of the model's routes.
+        folder: a folder on a filesystem that hosts share, to use instead of shared memory.
+        max_bytes: the maximum size of all files. Beyond it, the oldest are removed, which are of
+            rollouts that were dropped. By default, half of the space that is free when the store
+            is opened.
+        host: serve the routes to other hosts over HTTP on this interface: ``"127.0.0.1"``, or
             ``"0.0.0.0"`` for all. The key is ``PRIMERL_API_KEY``, which all readers need; it
-            travels unencrypted.
-        port: of the server; any free one by default.
+            is sent unencrypted.
+        port: the server's port; any free one by default.
 
     Raises:
         ValueError: there is no such folder, or no key to serve with.
@@ -86,12 +87,14 @@ class Store:
         port: int = 0,
     ) -> None:
         if folder is not None and not Path(folder).is_dir():
-            raise ValueError(f"{folder} is not a folder; expected one that exists")
+            raise ValueError(f"{folder} is not a folder; expected an existing folder")
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}, expected at least 1")
         self._key = os.environ.get(KEY_VARIABLE, "") if host is not None else ""
         if host is not None and not (self._key.isascii() and self._key.isprintable() and self._key):
-            raise ValueError(f"set {KEY_VARIABLE} to the key that readers of routes will send")
+            raise ValueError(
+                f"set {KEY_VARIABLE} to a key of printable ASCII characters, which readers send"
+            )
         self.shape = shape
         self._within = None if folder is None else Path(folder).resolve()
         self._max_bytes = max_bytes
@@ -110,7 +113,7 @@ class Store:
             try:
                 shared = SharedFolder(name, within=self._within)
             except OSError as error:
-                raise RuntimeError(f"no store of routes can be opened: {error}") from None
+                raise RuntimeError(f"cannot open a store of routes: {error}") from None
             stack.callback(shared.close)
             if self._max_bytes is None:
                 self._max_bytes = max(1, shutil.disk_usage(shared.path).free // 2)
@@ -130,7 +133,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Remove all routes, and end the server; a copy does nothing."""
+        """Remove all routes and stop the server; does nothing on a copy."""
         if self._own is not None:
             self._own.close()
             self._own = None
@@ -139,19 +142,19 @@ class Store:
     def put(
         self, rows: np.ndarray, *, start: SupportsIndex, versions: np.ndarray, shared: int = 0
     ) -> tuple[str, ...]:
-        """Store routes of successive tokens; returns references for ``Sample.routes``.
+        """Store the routes of successive tokens; return references for ``Sample.routes``.
 
         Args:
-            rows: integers ``[t, layers, k]``, or ``[t, decoder_layers, k]``, of which those of
-                layers with experts are stored; -1 in all k places where nothing was recorded.
-            start: the token of row 0.
+            rows: integers ``[t, layers, k]``, or ``[t, decoder_layers, k]``, of which only layers
+                with experts are stored; -1 in all k places where nothing was recorded.
+            start: the index of row 0's token.
             versions: integers ``[t]``: the policy version of each row.
-            shared: the first rows that other rollouts may have too, those of a prompt: however
-                many put them, they are stored once.
+            shared: the number of first rows that other rollouts may have too, such as those of a
+                prompt. They are stored once, however many rollouts put them.
 
         Raises:
-            ValueError: these are no routes of this shape; the message names layer and token.
-            RuntimeError: the store is not open, or there is no space for them.
+            ValueError: the routes don't have this shape; the message names layer and token.
+            RuntimeError: the store is not open, or there is no space left.
         """
         folder = self._open_path()
         start = operator.index(start)
@@ -172,22 +175,24 @@ class Store:
         )
 
     def is_instant(self, tokens: int) -> bool:
-        """Whether routes of so many tokens are put and checked without waiting for a file."""
+        """Check whether routes of so many tokens are inline, so that no file is read or written."""
         return fits_inline(tokens, self.shape)
 
     def check(self, sample: Sample) -> None:
         """Check that a sample has the routes that training needs; only heads of files are read.
 
+        The token before a trained token must have routes, of the version that sampled the trained
+        token. Routes of another request mostly fail this check.
+
         Raises:
-            BadRoutes: there are none; some are missing, damaged, of another model or another
-                store, or of tokens that the sample lacks; or the row before a token to be trained,
-                which led to it, is in none of them, or of another version than the token: those
-                of another request mostly are.
+            BadRoutes: there are no routes; some are missing, damaged, of another model or another
+                store, or of tokens that the sample doesn't have; or the token before a trained
+                token has no routes, or routes of another version.
         """
         if not sample.routes:
-            raise BadRoutes("the sample has no routes; does the engine record them?")
+            raise BadRoutes("the sample has no routes; check that the engine records them")
         tokens = len(sample.token_ids)
-        versions = np.full(tokens, _UNKNOWN)  # of each token's row, the first that was recorded
+        versions = np.full(tokens, _UNKNOWN)  # of the first routes recorded for each token
         for reference in sample.routes:
             head = self._head(reference)
             if head.end > tokens:
@@ -203,18 +208,18 @@ class Store:
         token = int(wrong[0])
         if versions[token] == _UNKNOWN:
             raise BadRoutes(
-                f"token {token + 1} is to be trained, but none of the sample's routes has token "
-                f"{token}, which led to it ({len(wrong)} tokens have no routes or others')"
+                f"token {token + 1} is to be trained, but the token {token} before it has no "
+                f"routes ({len(wrong)} trained tokens have missing or wrong routes)"
             )
         raise BadRoutes(
             f"token {token + 1} was sampled by version {sample.versions[token + 1]}, but the "
-            f"routes of token {token}, which led to it, are of version {versions[token]}: they are "
-            f"those of another request ({len(wrong)} tokens have no routes or others')"
+            f"routes of the token {token} before it are of version {versions[token]}: they are "
+            f"of another request ({len(wrong)} trained tokens have missing or wrong routes)"
         )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._path is None:
-            raise RuntimeError("the store is not open; copies are made within its `with`")
+            raise RuntimeError("the store is not open; copy or pickle it within its `with`")
         return self.__dict__ | {"_own": None, "_eviction": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -260,7 +265,7 @@ class Store:
         return recording_parts(rows, start=start, versions=versions, shape=self.shape)
 
     def _head(self, reference: str) -> RecordingHead | InlineRoutes:
-        """What a reference says of its routes; those that it holds itself are checked too."""
+        """Read the head of a reference's routes; inline routes are checked completely."""
         folder = self._open_path()
         head: RecordingHead | InlineRoutes
         try:
@@ -280,19 +285,19 @@ class Store:
     def _inline_head(self, folder: Path, reference: str) -> InlineRoutes:
         found = parse_inline(reference)
         if found.store != _digits(folder):
-            raise ValueError("it is none of this store's references")
+            raise ValueError("the reference is not from this store")
         decode_inline([found])
         return found
 
     def _file_head(self, folder: Path, reference: str) -> RecordingHead:
         name = reference.rpartition("/")[2].partition(".")[0]
         if not NAME.fullmatch(name) or self._reference(folder, name) != reference:
-            raise ValueError("it is none of this store's references")
+            raise ValueError("the reference is not from this store")
         try:
             with opened(FilePlace(folder, name)) as (read, total):
                 return read_recording_head(read, total=total)
         except FileNotFoundError:
-            raise ValueError("it was discarded, or removed to make room") from None
+            raise ValueError("its file was discarded, or removed to make room") from None
 
     def _checked(
         self, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: int
@@ -306,16 +311,19 @@ class Store:
                 f"{depths[0]} or {depths[1]}, {shape.k}]"
             )
         if rows.shape[2] != shape.k:
-            raise ValueError(f"routes have {rows.shape[2]} experts a token, expected {shape.k}")
+            raise ValueError(f"routes have {rows.shape[2]} experts per token, expected {shape.k}")
         if versions.shape != (tokens,) or versions.dtype.kind not in "iu":
             raise ValueError(
                 f"versions have shape {versions.shape} and type {versions.dtype}; expected "
-                f"integers ({tokens},), one for each row"
+                f"integers ({tokens},), one per row"
             )
         if tokens and not (versions.min() >= 0 and versions.max() < 2**31):
-            raise ValueError("a row's version is negative or beyond 32 bits")
+            raise ValueError("a row's version is negative or has more than 32 bits")
         if start < 0 or not 0 <= shared <= tokens:
-            raise ValueError(f"start={start} and shared={shared} of {tokens} rows; expected >= 0")
+            raise ValueError(
+                f"start={start} and shared={shared} of {tokens} rows; expected start >= 0, and "
+                "shared from 0 to the number of rows"
+            )
         if rows.shape[1] != len(shape.layers):
             rows = _picked(rows, shape.layers)
         return rows, versions.astype(np.int64)
@@ -324,7 +332,7 @@ class Store:
         assert self._max_bytes is not None
         size = sum(len(part) for part in parts)
         if size > self._max_bytes:
-            raise RuntimeError(f"these routes take {size} bytes; max_bytes is {self._max_bytes}")
+            raise RuntimeError(f"routes take {size} bytes, more than max_bytes={self._max_bytes}")
         partial = path.with_name(f".{path.name}.partial")
         try:
             with partial.open("xb", buffering=0) as file:
@@ -332,7 +340,7 @@ class Store:
                     _write_all(file.fileno(), part)
             partial.rename(path)
         except FileNotFoundError:
-            raise RuntimeError("the store of routes has ended") from None
+            raise RuntimeError("the store of routes was closed by its owner") from None
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -345,7 +353,7 @@ class Store:
 
 
 def _digits(folder: Path) -> str:
-    """What names a store in references that hold their routes."""
+    """Return the hexadecimal digits that identify a store in its inline references."""
     return folder.name.rpartition("-")[2]
 
 
@@ -356,7 +364,7 @@ def _difference(found: RouteShape, expected: RouteShape) -> str:
 
 
 def _picked(rows: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
-    """The rows of some layers; not copied if they are evenly spaced, as in most models."""
+    """Select the rows of some layers, as a view if they are evenly spaced, as in most models."""
     spacing = layers[1] - layers[0] if len(layers) > 1 else 1
     even = range(layers[0], layers[-1] + 1, spacing)
     if layers == tuple(even):
@@ -365,17 +373,17 @@ def _picked(rows: np.ndarray, layers: tuple[int, ...]) -> np.ndarray:
 
 
 def _link(content: Path, path: Path) -> bool:
-    """Give stored content another name, and count it as new; False where that can't be."""
+    """Link a new name to stored content, and renew its time; return whether that worked."""
     try:
         os.link(content, path)
         os.utime(path)
-    except OSError:  # not stored yet, or a filesystem without links, or with few
+    except OSError:  # not stored yet, no links on this filesystem, or too many of this file
         return False
     return True
 
 
 def _share(path: Path, content: Path) -> None:
-    """Let others link to what was stored; where somebody else was faster, use theirs."""
+    """Make stored content available for links; if another process was faster, use its copy."""
     try:
         os.link(path, content)
     except FileExistsError:
@@ -383,7 +391,7 @@ def _share(path: Path, content: Path) -> None:
         if _link(content, other):
             other.replace(path)
     except OSError:
-        pass  # a filesystem without links: each reference has a file of its own
+        pass  # a filesystem without links: each reference keeps its own file
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -394,13 +402,13 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 # ---- a store's size ----
 
-_ROUTES = re.compile(r"\.?[0-9a-f]{32}")  # also what a killed process was writing
-_LOOKS = 16  # at least so many times, while max_bytes are written, a process looks at the folder
+_ROUTES = re.compile(r"\.?[0-9a-f]{32}")  # also the partial files of killed processes
+_LOOKS = 16  # a process scans the folder at least so often while it writes max_bytes
 _PAGE = 4096  # bytes: a file in shared memory takes whole pages
 
 
 class Eviction:
-    """Keeps a folder within a size, by what this process knows of it: others write into it, too."""
+    """Keeps a folder below a size, by an estimate, because other processes write into it too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -408,10 +416,11 @@ class Eviction:
         self._written = 0
 
     def make_room(self, folder: Path, *, written: int, max_bytes: int) -> None:
-        """Note what was written; remove the oldest files if there may be more than ``max_bytes``.
+        """Count written bytes; remove the oldest files if there may be more than ``max_bytes``.
 
-        Room is made for a 16th of ``max_bytes``, so that a full store is not looked through for
-        each file. This process looks at what others have written once it has written a 16th itself.
+        A sixteenth of ``max_bytes`` is freed at a time, so that a full store is not scanned for
+        each file. A process scans for files of other processes each time it has written a
+        sixteenth itself.
         """
         with self._lock:
             self._written += -(-written // _PAGE) * _PAGE
@@ -422,16 +431,16 @@ class Eviction:
 
 
 def _evict(folder: Path, max_bytes: int) -> int:
-    """If there are too many, remove the oldest files, each with all its names.
+    """Remove the oldest files, each with all its names, if all take more than ``max_bytes``.
 
-    Returns the size of those that are left.
+    Returns the size of the remaining files.
     """
     names: dict[int, list[Path]] = {}
     files: dict[int, os.stat_result] = {}
     for path in list(folder.iterdir()):
         if _ROUTES.match(path.name) is None:
             continue
-        with contextlib.suppress(FileNotFoundError):  # discarded in between
+        with contextlib.suppress(FileNotFoundError):  # discarded meanwhile
             found = path.lstat()
             names.setdefault(found.st_ino, []).append(path)
             files[found.st_ino] = found
@@ -448,5 +457,5 @@ def _evict(folder: Path, max_bytes: int) -> int:
 
 
 def _taken(found: os.stat_result) -> int:
-    """The bytes of a file: at least its content's, where its blocks are not allocated yet."""
+    """Return a file's size on disk, at least its length, as blocks may be allocated later."""
     return max(found.st_size, 512 * found.st_blocks)

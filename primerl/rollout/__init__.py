@@ -1,7 +1,7 @@
-"""Rollouts: engines that sample, environments that play tasks, and the worker that runs both.
+"""Rollouts: engines that sample, environments that rollout tasks, and workers that run both.
 
-``TransformersEngine``, the one part that depends on torch, and gateways load on first use: a
-process that only collects rollouts needs neither.
+Gateways and ``TransformersEngine``, the only part that depends on torch, are loaded on first use,
+because a process that only collects rollouts needs neither.
 """
 
 import importlib
@@ -13,15 +13,15 @@ from primerl.rollout.agents.loop import AgentRun, run_agent, tool_agent
 from primerl.rollout.agents.tools import Tool, editor, shell
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
+from primerl.rollout.collection.evaluation import evaluate_tasks
 from primerl.rollout.collection.groups import run_group
-from primerl.rollout.collection.playing import play_tasks
 from primerl.rollout.collection.recording import load_groups, save_groups
-from primerl.rollout.conversations.calls import Call, stitch
+from primerl.rollout.conversations.calls import EngineCall, stitch
 from primerl.rollout.conversations.conversation import Conversation, single_turn
 from primerl.rollout.conversations.history import History
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.engines.protocol import Engine, RouteStore
-from primerl.rollout.environments.environment import Environment, RewardError, route
+from primerl.rollout.environments.environment import Environment, RewardError, combine_environments
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
 from primerl.rollout.renderers.loading import load_renderer
@@ -44,7 +44,7 @@ __all__ = [
     "AgentRun",
     "BadCompletion",
     "Buffer",
-    "Call",
+    "EngineCall",
     "ChatEndpoint",
     "CommandAgent",
     "CommandRun",
@@ -73,8 +73,8 @@ __all__ = [
     "isolated",
     "load_groups",
     "load_renderer",
-    "play_tasks",
-    "route",
+    "evaluate_tasks",
+    "combine_environments",
     "run_agent",
     "run_group",
     "save_groups",

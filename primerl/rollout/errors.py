@@ -1,4 +1,4 @@
-"""Exceptions: their text, also where ``__str__`` fails, and their way to another process."""
+"""Text of exceptions, even if ``__str__`` fails, and their transfer to another process."""
 
 import itertools
 import pickle
@@ -21,7 +21,7 @@ ErrorChain: TypeAlias = list[tuple[bytes | None, str, str]]
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment's own code failed; of its error, only the ``name`` and the text are left."""
+    """An environment's own code failed; only the error's ``name`` and text are left."""
 
     def __init__(self, message: str, *, name: str) -> None:
         super().__init__(message)
@@ -36,12 +36,12 @@ def _failed(message: str, name: str) -> EnvironmentFailed:
 
 
 def name_of(error: BaseException) -> str:
-    """The name under which an error is counted."""
+    """Return the name under which an error is counted."""
     return error.name if isinstance(error, EnvironmentFailed) else type(error).__name__
 
 
 def message(error: BaseException) -> str:
-    """``str(error)``; the exception's name if that fails, as in user code it may."""
+    """Return ``str(error)``, or the exception's name if ``__str__`` fails, as user code may."""
     try:
         return str(error)
     except Exception:
@@ -49,12 +49,12 @@ def message(error: BaseException) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """``Name: message``, as the last line of a traceback."""
+    """Return ``Name: message``, the last line of a traceback."""
     return traceback.format_exception_only(error)[0].strip()
 
 
 def located(error: BaseException) -> str:
-    """``summary``, and the line of the user's code that raised the error, or led to it."""
+    """Return ``summary`` with the line of the user's code that raised the error, or led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     foreign = [one for one in frames if not one.filename.startswith((_PACKAGE, "<"))]
     own = [one for one in foreign if not one.filename.startswith(_INSTALLED)]
@@ -66,7 +66,7 @@ def located(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> ErrorChain:
-    """The exception and its causes, ready to be sent."""
+    """Return the exception and its causes in a form that can be sent to another process."""
     chain: ErrorChain = []
     seen: set[int] = set()  # an exception may be its own cause
     link: BaseException | None = error
@@ -79,7 +79,7 @@ def describe_error(error: BaseException) -> ErrorChain:
 
 
 def rebuild_error(chain: ErrorChain) -> BaseException:
-    """The exception, with its causes and the other process's tracebacks as notes."""
+    """Return the exception and its causes, with the other process's tracebacks as notes."""
     errors: list[BaseException] = []
     for content, short, text in chain:
         try:
@@ -94,9 +94,9 @@ def rebuild_error(chain: ErrorChain) -> BaseException:
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception's pickle, if it can be loaded again, which ``__init__`` often prevents."""
+    """Return the exception's pickle, or None if the pickle can't be dumped or loaded again."""
     if not isinstance(error, Exception):
-        return None  # re-raised as itself, it would bypass handlers of ``Exception``
+        return None  # SystemExit and the like would bypass the caller's ``except Exception``
     try:
         content: bytes = cloudpickle.dumps(error)
         str(pickle.loads(content))

@@ -1,10 +1,10 @@
-"""Scores of samples by a teacher: asked for all at once, and given to the samples.
+"""Scores of samples by a teacher, requested concurrently and attached to the samples.
 
     scores = rollout.score_samples(teacher, samples)
     samples, missing = rollout.with_scores(samples, scores)
 
-A sample that a teacher returned nothing for is not trained, and is counted: a zero in its place
-would be a logprob like any other.
+A sample without scores is not trained, and is counted: zeros in place of its scores would pass for
+logprobs.
 """
 
 import asyncio
@@ -19,12 +19,13 @@ from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import TrainingSample
 
 Scores: TypeAlias = Mapping[str, np.ndarray]
-"""Of a sample: ``ref_logprobs``, and with top tokens ``ref_top_ids`` and ``ref_top_logprobs``."""
+"""A sample's ``ref_logprobs``, and, if top tokens were requested, its ``ref_top_ids`` and
+``ref_top_logprobs``."""
 
 
 @attrs.frozen
 class NoScores:
-    """Why a sample has no scores: a ``reason`` to count by, and the ``error`` in words."""
+    """Why a sample has no scores: a ``reason`` to count by, and the ``error`` as text."""
 
     reason: str
     error: str
@@ -38,20 +39,21 @@ def score_samples(
     timeout_s: float = 600.0,
     max_concurrent: int = 64,
 ) -> list[Scores | NoScores]:
-    """Ask a teacher for its logprobs of the samples' tokens; blocks until all are answered.
+    """Return a teacher's logprobs of the samples' tokens; block until all requests are answered.
 
     Args:
-        engine: with ``async score(token_ids)``, such as ``VLLMEngine``; of the same tokenizer.
-            None, as on ranks other than 0, where there are no samples to score.
-        samples: of temperature 1, at which engines score.
-        top_k: ask for so many of the teacher's likeliest tokens, too
-            (``async score_top_k(token_ids, k=)``); 0: only for the sampled ones.
-        timeout_s: for all samples. Those not answered by then are ``NoScores("timeout")``.
-        max_concurrent: the most requests at a time.
+        engine: has ``async score(token_ids)``, as ``VLLMEngine`` does, and the samples' tokenizer.
+            None on ranks other than 0, where there are no samples to score.
+        samples: sampled at temperature 1, at which engines score.
+        top_k: also request this many of the teacher's most likely tokens at each position
+            (``async score_top_k(token_ids, k=)``); 0 scores the sampled tokens only.
+        timeout_s: for all samples together. A sample that is not answered by then gets
+            ``NoScores("timeout")``.
+        max_concurrent: the maximum number of requests in flight.
 
     Returns:
-        For each sample its scores, or why there are none: the engine ``"refused"`` the sequence
-        (a ``ValueError``), ``"failed"`` it, whatever it raised, or ``"timeout"``.
+        For each sample its scores, or the reason why it has none: ``"refused"`` (the engine raised
+        a ``ValueError``), ``"failed"`` (the engine raised another error) or ``"timeout"``.
 
     Raises:
         ValueError: a number is out of range, or a sample was sampled at another temperature.
@@ -106,21 +108,21 @@ async def _score_all(
 def with_scores(
     samples: Sequence[TrainingSample], scores: Sequence[Scores | NoScores], *, top_k: int = 0
 ) -> tuple[list[TrainingSample], list[NoScores]]:
-    """Samples with a teacher's scores, in the same order; without scores, none is trained.
+    """Return the samples with a teacher's scores, in the same order; those without are not trained.
 
     Args:
-        samples: to be trained.
-        scores: of each: what ``score_samples`` returned, or ``packing.unpack`` of what a teacher
-            in this process computed.
-        top_k: the number of top tokens that are expected in each place.
+        samples: the samples to be trained.
+        scores: one entry per sample: what ``score_samples`` returned, or ``packing.unpack`` of the
+            scores that a teacher in this process computed.
+        top_k: the number of top tokens expected at each position.
 
     Returns:
-        The samples, where those without scores have an empty ``loss_mask``; and the reasons of
-        these: those given, ``"incomplete"`` (arrays that don't fit the sample) or ``"not finite"``
-        (a logprob of a token to be trained).
+        The samples, where those without scores have an empty ``loss_mask``; and the reasons why
+        they have none: the given ``NoScores``, ``"incomplete"`` (an array does not fit the sample)
+        or ``"not finite"`` (a logprob of a token to be trained).
 
     Raises:
-        ValueError: there are scores of another number of samples.
+        ValueError: the number of scores is not the number of samples.
     """
     if len(samples) != len(scores):
         raise ValueError(f"there are {len(scores)} scores; expected {len(samples)}, one per sample")

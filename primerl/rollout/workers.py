@@ -1,4 +1,4 @@
-"""The worker: collects rollouts while the trainer trains, within the staleness bound."""
+"""The rollout worker: collects rollouts while the trainer trains, within the staleness bound."""
 
 import itertools
 import logging
@@ -14,7 +14,7 @@ from primerl._common.progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.counters import default_limit
-from primerl.rollout.collection.plan import CollectionPlan
+from primerl.rollout.collection.settings import CollectionSettings
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
@@ -22,7 +22,7 @@ from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
 from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.rollout.tasks.streams import TaskStream, as_task_stream
-from primerl.types import Group, Played, PolicyVersion, Rollout, SamplingParams
+from primerl.types import Group, Outcome, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
 log = logging.getLogger(__name__)
@@ -53,61 +53,64 @@ def worker(
     isolation: Literal["process", "thread"] = "process",
     threads: int = 1,
 ) -> "Worker":
-    """A worker that plays ``tasks`` in the background; use it as a context manager.
+    """Return a worker that plays ``tasks`` in the background; use it as a context manager.
 
         with rollout.worker(engine, environment, tasks, params=params, group_size=8,
                             groups_per_step=16, max_staleness=2) as rollouts:
             groups = rollouts.take(version=step)
 
     Args:
-        engine: samples; its ``version`` says which weights it serves. It stays in this process and
-            is called from the worker's, unless it is ``portable``: a client of a server elsewhere.
-            None, as on ranks other than 0, is for a worker that does nothing: ``take`` and
-            ``evaluate`` return no rollouts.
+        engine: samples completions; its ``version`` is the policy version that it serves. The
+            engine stays in this process and is called from the worker's process, unless it is
+            ``portable``: a client of a server elsewhere. Pass None on ranks other than 0: that
+            worker does nothing, and its ``take`` and ``evaluate`` return no rollouts.
         environment: ``async (task, engine, params) -> Rollout``.
         tasks: a stream (``Shuffled``, ``Mixture``, ``DifficultyPools``), or any iterable of
-            mappings, iterated again from the start when it runs out.
-        params: how training rollouts are sampled.
+            mappings, which is iterated again from the start when it runs out.
+        params: sampling parameters of training rollouts.
         group_size: rollouts per task, compared with each other.
-        groups_per_step: groups that one ``take`` returns.
-        max_staleness: the bound, in policy steps; 0 is the synchronous loop.
-        on_stale: what becomes of a group beyond it: ``"drop"`` (and a group in flight that the
-            next step could not use is cancelled), ``"wait"`` (a step waits for stragglers before
-            they are too old) or ``"mask_tokens"`` (what is too old is not trained, the rest is).
-        publish_every: how often the recipe publishes weights, in policy steps.
-        keep: filters; a group that one refuses is counted under its name and replaced.
-        min_group: a group closes with its survivors if they are at least so many; all of them by
-            default.
+        groups_per_step: groups that each ``take`` returns.
+        max_staleness: the staleness bound, in policy steps; 0 is the synchronous loop.
+        on_stale: what happens to a group beyond the bound. ``"drop"``: it is dropped, and a group
+            in flight that the next step could not use is cancelled. ``"wait"``: a step waits for
+            stragglers before they become too old. ``"mask_tokens"``: tokens that are too old are
+            not trained, the others are.
+        publish_every: policy steps between two publications of weights by the recipe.
+        keep: filters, each ``Group -> bool``. A group that a filter refuses is counted under the
+            filter's name and replaced.
+        min_group: the fewest rollouts that must succeed for a group to be used; by default all.
         retries: how often a failed rollout is played again.
-        quarantine_after: a task is not played any more when so many groups of it have failed and
-            none has succeeded since.
-        max_refused: a step that waits is an error once filters have refused so many groups in a
-            row; by default ``32 * groups_per_step``, and at least 512. Raise it where few groups
-            are kept: of tasks of which one in 100 is kept, a row of 512 comes once in 170 kept
-            groups.
+        quarantine_after: a task is no longer played after this many of its groups have failed
+            without one success in between.
+        max_refused: when filters have refused this many groups in a row, a step that is still
+            waiting raises an error; by default ``32 * groups_per_step``, and at least 512. Raise
+            it if few groups are kept: if filters keep one group in 100, a row of 512 refusals
+            occurs once per 170 kept groups.
         group_timeout_s: how long a group may take; its stragglers are then cancelled.
-        timeout_s: how long a wait may see no further group that its step can use, and how long the
-            engine may fail every request, before that is an error.
-        start_timeout_s: how long its process may take to rebuild these arguments and to restore a
-            ``state``, for which tasks without indices are generated again up to its position.
-        await_verification: whether a version is provisional until ``Worker.mark_version`` has named
-            it, the one that is served at the start included. None: from the first call of it on,
-            which a transport that verifies makes (``weights.transport_to(..., worker=)``).
-        concurrency: how many rollouts may be in flight within the staleness bound, by the load of
-            the engine, which needs ``metrics()``, as ``VLLMEngine`` and ``TransformersEngine`` have
-            it; by default, all.
-        state: what ``Worker.state`` returned, to resume from there; refused where its groups or
-            tasks are not what this worker would make (another ``group_size``, say).
-        isolation: ``"process"``: in a process of its own, so that environments never take the
-            trainer's interpreter lock; what crosses is pickled, lambdas and local functions
-            included. ``"thread"``: in this process, for notebooks and tests.
-        threads: of numerical libraries in the worker's process.
+        timeout_s: raise an error after waiting this long without one more group that the step can
+            use, or after the engine has failed every request for this long.
+        start_timeout_s: how long the worker's process may take to rebuild these arguments and to
+            restore ``state``. Restoring generates tasks without indices again, up to the
+            stream's position.
+        await_verification: whether each version, including the one served at the start, is
+            provisional until ``Worker.mark_version`` is called for it. None: from the first call
+            of ``mark_version`` on; a transport that verifies makes that call
+            (``weights.transport_to(..., worker=)``).
+        concurrency: adapts the number of rollouts in flight, within the staleness bound, to the
+            load of the engine. The engine must have ``metrics()``, as ``VLLMEngine`` and
+            ``TransformersEngine`` do. By default, only the staleness bound limits it.
+        state: what ``Worker.state`` returned, to resume from there. It is refused if this worker
+            would have made other groups or tasks (for example, with another ``group_size``).
+        isolation: ``"process"``: run in a child process, so that environments never hold the
+            trainer's interpreter lock; everything that crosses is pickled, lambdas and local
+            functions included. ``"thread"``: run in this process, for notebooks and tests.
+        threads: threads of numerical libraries in the worker's process.
 
     Raises:
         ValueError: there are no tasks, a number is out of range, a completion cannot fit the
-            engine's context, the sampler would not sample what is trained (``top_p``, ``top_k``,
-            greedy), the schedule could only stand still, or an argument can't cross into the
-            worker's process.
+            engine's context, the sampling parameters would not sample the distribution that is
+            trained (``top_p``, ``top_k``, greedy), the schedule would stall, or an argument can't
+            be sent to the worker's process.
     """
     if engine is None:
         return IdleWorker()
@@ -115,7 +118,7 @@ def worker(
     check_schedule(
         publish_every=publish_every, max_staleness=max_staleness, groups_per_step=groups_per_step
     )
-    plan = CollectionPlan(
+    plan = CollectionSettings(
         params=params,
         group_size=group_size,
         min_group=group_size if min_group is None else min_group,
@@ -133,8 +136,8 @@ def worker(
     _check(plan, engine, tasks, isolation)
     if concurrency is not None and not hasattr(engine, "metrics"):
         raise ValueError(
-            f"concurrency follows the engine's load, and a {type(engine).__name__} has no "
-            "metrics(); leave it out"
+            f"concurrency= needs the engine's load, but {type(engine).__name__} has no metrics(); "
+            "pass an engine with metrics(), or leave concurrency out"
         )
     arguments: dict[str, Any] = {
         "environment": environment,
@@ -145,7 +148,7 @@ def worker(
     }
     if isolation == "thread":
         return Worker(engine, InThread(engine, arguments), plan)
-    pickle_arguments(params=params, tasks=tasks)  # under the names that the caller knows
+    pickle_arguments(params=params, tasks=tasks)  # so that errors name the caller's arguments
     host = InProcess(
         engine, pickle_arguments(**arguments), threads=threads, start_timeout_s=start_timeout_s
     )
@@ -162,13 +165,13 @@ def _check_parts(
 ) -> None:
     if not isinstance(engine, Engine):
         raise ValueError(
-            f"engine is a {type(engine).__name__}; expected one with generate(), version and "
-            "context_length"
+            f"engine is a {type(engine).__name__}; expected an engine with generate(), version "
+            "and context_length"
         )
     if hasattr(engine, "chat"):
         raise ValueError(
-            f"engine is a {type(engine).__name__}, which has no tokens to train on; expected one "
-            "such as serving.VLLMEngine (rollout.play_tasks evaluates with it)"
+            f"engine is a {type(engine).__name__}, which has no tokens to train on; expected an "
+            "engine such as serving.VLLMEngine (for evaluation only, use rollout.evaluate_tasks)"
         )
     if not callable(environment) or isinstance(environment, type):
         raise ValueError(
@@ -185,7 +188,7 @@ def _check_parts(
         raise ValueError(f"start_timeout_s is {start_timeout_s}, expected a positive time")
 
 
-def _check(plan: CollectionPlan, engine: Engine, tasks: Any, isolation: str) -> None:
+def _check(plan: CollectionSettings, engine: Engine, tasks: Any, isolation: str) -> None:
     if isolation not in ("process", "thread"):
         raise ValueError(f"isolation={isolation!r}; expected 'process' or 'thread'")
     if plan.on_stale not in ON_STALE:
@@ -213,20 +216,22 @@ def _check(plan: CollectionPlan, engine: Engine, tasks: Any, isolation: str) -> 
     if params.temperature == 0 or params.top_p < 1 or params.top_k != -1:
         raise ValueError(
             f"temperature={params.temperature}, top_p={params.top_p}, top_k={params.top_k}: "
-            "training needs temperature > 0 and the full distribution (top_p=1, top_k=-1), or "
-            "the logprobs trained on are not those that were sampled"
+            "training needs temperature > 0 and the full distribution (top_p=1, top_k=-1); "
+            "otherwise the trained logprobs are not those of the sampled distribution"
         )
     if hasattr(tasks, "__len__") and len(tasks) == 0:
         raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
 
 
 class Worker:
-    """A running rollout worker: made by ``worker``.
+    """A running rollout worker, created by ``worker``.
 
-    ``take`` and ``evaluate`` are called from the trainer's thread and block, with a deadline.
+    Call ``take`` and ``evaluate`` from the trainer's thread; they block, with a deadline.
     """
 
-    def __init__(self, engine: Engine, host: "InThread | InProcess", plan: CollectionPlan) -> None:
+    def __init__(
+        self, engine: Engine, host: "InThread | InProcess", plan: CollectionSettings
+    ) -> None:
         self._engine = engine
         self._host = host
         self._plan = plan
@@ -238,8 +243,8 @@ class Worker:
     def __enter__(self) -> "Worker":
         if self._loop is not None:
             raise RuntimeError(
-                "this worker was entered before; make another: rollout.worker(..., state=) resumes "
-                "from what state() returned"
+                "this worker was entered before; create another worker, and resume it with "
+                "rollout.worker(..., state=) from what state() returned"
             )
         self._loop = BackgroundLoop("primerl-rollouts")
         try:
@@ -256,41 +261,42 @@ class Worker:
             raise RuntimeError(self._host.cause_of_death) from None  # nobody pressed Ctrl-C
 
     def take(self, version: PolicyVersion) -> list[Group]:
-        """The groups of one policy step, oldest first; blocks until they are there.
+        """Return the groups of one policy step, oldest first; block until they are ready.
 
-        They count as trained once they are here. Where this raises, whatever raised, they stay
-        buffered and the next ``take`` has them.
+        Groups count as trained when this returns. If it raises, for whatever reason, they stay
+        buffered and the next ``take`` returns them.
 
         Args:
-            version: of the weights that the batch will be applied to. No returned token to be
-                trained is staler than ``version - max_staleness``.
+            version: the version of the weights that the batch will be applied to. No token to be
+                trained is older than version ``version - max_staleness``.
 
         Raises:
-            RuntimeError: at once where no rollout could be used: the engine serves weights that
-                are too old (nothing was published) or newer than ``version``, or more steps were
-                taken than versions published. Rollouts keep failing; the reward function failed;
-                filters refused ``max_refused`` groups in a row; no group came for ``timeout_s``
-                that the step can use (none ended, the filters refused them, or they were too old
-                or too new); the worker died, or its event loop is blocked.
+            RuntimeError: at once if no rollout could be used: the engine serves weights that are
+                too old (nothing was published) or newer than ``version``, or more steps were
+                taken than versions published. Also if rollouts keep failing; the reward function
+                failed; filters refused ``max_refused`` groups in a row; no group that the step can
+                use came for ``timeout_s`` (none finished, the filters refused them, or they were
+                too old or too new); the worker died; or its event loop is blocked.
         """
-        version = operator.index(version)  # numpy's, say, could not be stored in a state
+        version = operator.index(version)  # a numpy integer could not be stored in a state
         with self._taking:
             delivery = next(self._deliveries)
             try:
                 groups: list[Group] = self._wait("take", version, delivery)
-            except BaseException:  # they may be on their way
+            except BaseException:  # the groups may already be on their way
                 self._notify("give_back", delivery)
                 raise
             self._notify("deliver", delivery)
             return groups
 
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
-        """Say whether the engines were verified to serve the weights of ``version``.
+        """Report whether the engines were verified to serve the weights of ``version``.
 
-        Until then no ``take`` returns a group with a token that it sampled, trained or not. When it
-        is rejected, such groups are dropped as ``"unverified"``, those in flight are cancelled, and
-        none is started until it, published again and repaired, or a later version is verified. A
-        verified version may be rejected later.
+        Until this is called, no ``take`` returns a group with a token that ``version`` sampled,
+        trained or not. If the version is rejected, its finished groups are dropped as
+        ``"unverified"`` and its groups in flight are cancelled. No group is started until the
+        version, published again and repaired, or a later version is verified. A verified version
+        may be rejected later.
 
         Raises:
             ValueError: the worker was made with ``await_verification=False``.
@@ -305,14 +311,14 @@ class Worker:
         engine: Engine | None = None,
         timeout_s: float = 600.0,
     ) -> list[Rollout]:
-        """Play each task once, beside training, and return the rollouts in order.
+        """Play each task once, while training rollouts continue, and return the rollouts in order.
 
-        All are sampled by one version of the weights. The trainer waits here, so nothing is
+        One version of the weights samples all rollouts. The trainer waits here, so nothing is
         published meanwhile; ``start_evaluation`` does not wait.
 
         Raises:
             RuntimeError: it took longer than ``timeout_s``, or weights were published meanwhile.
-                What an environment raises is raised, after its retries.
+            Exception: the error of an environment whose retries are used up.
         """
         return self.start_evaluation(tasks, params, engine=engine).result(timeout_s)
 
@@ -325,38 +331,39 @@ class Worker:
         keep_errors: bool = False,
         engine: Engine | None = None,
     ) -> "Evaluation":
-        """Begin an evaluation beside training; ``result`` or ``plays`` waits for it.
+        """Begin an evaluation in the background; ``result`` or ``outcomes`` waits for it.
 
         Args:
-            tasks: what is played.
-            params: greedy, say.
-            samples: plays of each task.
-            keep_errors: what an environment raises is the end of its play alone, and not of the
-                evaluation.
-            engine: whose weights stay as they are: a second engine that the recipe publishes to
-                only before an evaluation. Training's own would move on under the evaluation,
-                which is an error.
+            tasks: the tasks to play.
+            params: sampling parameters, for example greedy.
+            samples: rollouts per task.
+            keep_errors: an environment's error ends only its own rollout, not the evaluation.
+            engine: an engine whose weights do not change during the evaluation: a second engine
+                that the recipe publishes to only before an evaluation. The engine of training
+                would load new versions during the evaluation, which is an error.
         """
         other = None if engine is self._engine else engine
         played = [dict(task) for task in tasks]
         if samples < 1:
-            raise ValueError(f"samples is {samples}, expected at least 1 play of each task")
+            raise ValueError(f"samples is {samples}, expected at least 1 rollout per task")
         return Evaluation(self, self._call("evaluate", played, params, other, samples, keep_errors))
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start (of the run, where it went on from a ``state``).
+        """Return totals since the start of the run, including earlier parts of a resumed run.
 
-        Groups: ``started == trained + dropped + in_flight + buffered``, with ``dropped_by`` the
-        count for each reason. ``rollout_tokens`` were sampled for groups that ended well;
-        ``tokens_by`` for trained groups and for each reason of dropped ones. Rollouts: ``retried``
-        and, by the error's name, ``errors``; requests that the engine failed: ``engine_errors``.
-        Tasks: ``quarantined``, and how often one was drawn and ``skipped``. ``environments``: by
-        name, groups, rollouts, tokens, failed groups and the sum of rewards.
-        ``awaiting_verification``: for each provisional version, the finished groups that wait for
-        it. ``trainer_wait_s``: time in ``take``, and ``evaluation_wait_s``, for the results of
-        evaluations. ``rollout_wait_s``: time in which the bound let no group run.
-        ``loop_lag_p99_s``, ``loop_lag_max_s``: how late the worker's event loop was, in the last
-        two minutes and ever.
+        Groups: ``started == trained + dropped + in_flight + buffered``; ``dropped_by`` has the
+        count for each reason. Tokens: ``rollout_tokens`` were sampled for groups that finished;
+        ``tokens_by`` has those of trained groups, and of dropped groups for each reason. Rollouts:
+        ``retried``, and ``errors`` by the error's name. ``engine_errors``: requests that the engine
+        failed. Tasks: ``quarantined``, and ``skipped``, how often a quarantined task was drawn.
+        ``environments``: for each name, the number of groups, rollouts, tokens and failed groups,
+        and the sum of rewards. ``awaiting_verification``: for each provisional version, the
+        finished groups that wait for it.
+
+        Times in seconds: ``trainer_wait_s`` in ``take``; ``evaluation_wait_s`` waiting for
+        evaluations; ``rollout_wait_s`` while the staleness bound let no group run;
+        ``loop_lag_p99_s`` and ``loop_lag_max_s``, by how much the worker's event loop was late,
+        over the last two minutes and ever.
         """
         if self._last_stats is not None:
             return self._last_stats
@@ -364,19 +371,19 @@ class Worker:
         return stats
 
     def state(self) -> bytes:
-        """What another worker needs to resume from here: ``worker(..., state=)``.
+        """Return the state from which another worker resumes: ``worker(..., state=)``.
 
-        The tasks' position, the finished groups, the counts, the curriculum's estimates and the
-        tasks in quarantine. Tasks in flight are played again, so none is skipped.
+        It holds the position in the tasks, the finished groups, the counts, the curriculum's
+        estimates and the tasks in quarantine. Tasks in flight are played again, so none is skipped.
 
         Raises:
-            ValueError: a task holds what can't be stored.
+            ValueError: a task holds a value that can't be stored.
         """
         state: bytes = self._wait("state")
         return state
 
     def members(self) -> list[dict[str, Any]]:
-        """The processes at work: ``name``, ``pid`` and whether each is ``alive``."""
+        """Return the running processes: ``name``, ``pid`` and whether each is ``alive``."""
         return [*self._host.members(), *self._wait("members")]
 
     def _call(self, name: str, *args: Any) -> "Future[Any]":
@@ -385,7 +392,7 @@ class Worker:
         return self._loop.submit(self._host.call(name, *args))
 
     def _notify(self, name: str, *args: Any) -> None:
-        """Call a method without waiting for it; it comes before whatever is called next."""
+        """Call a method without waiting for it; calls keep their order."""
         if self._loop is not None and self._loop.alive:
             self._loop.call_soon(self._host.notify, name, *args)
 
@@ -393,7 +400,7 @@ class Worker:
         return self._finish(self._call(name, *args), f"{name!r} was not answered", None)
 
     def _finish(self, future: "Future[Any]", what: str, timeout_s: float | None) -> Any:
-        """The future's result; raises where the event loop that should set it is blocked."""
+        """Return the future's result; raise if the event loop that should set it is blocked."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         progress: Future[Any] | None = None
         try:
@@ -402,8 +409,8 @@ class Worker:
                 if silent > max(self._plan.timeout_s, BLOCKED_S):
                     raise RuntimeError(
                         f"{what}: the worker's event loop has been blocked for {silent:.0f} s; "
-                        "an environment, a reward or a filter does blocking work (run the "
-                        "environment with rollout.isolated, or await what it waits for)"
+                        "an environment, a reward or a filter does blocking work; run the "
+                        "environment with rollout.isolated, or use await instead of blocking"
                     )
                 if self._loop is None or not self._loop.alive:
                     raise RuntimeError(f"{what}: the worker's event loop has ended")
@@ -431,14 +438,14 @@ class Worker:
             if not wait([stopping], timeout=patience_s).done:
                 log.error("the rollout worker did not stop within %.0f s", patience_s)
         finally:
-            if not stopping.done():  # out of patience, or interrupted
+            if not stopping.done():  # timed out, or interrupted
                 self._host.kill()
             self._loop.end(patience_s)
         return stopping.result() if stopping.done() else None
 
 
 class IdleWorker(Worker):
-    """The worker on ranks other than 0: does nothing, so that a loop needs no test of its rank."""
+    """The worker on ranks other than 0: does nothing, so a training loop need not test its rank."""
 
     def __init__(self) -> None:
         self._loop = None
@@ -450,11 +457,11 @@ class IdleWorker(Worker):
         pass
 
     def take(self, version: PolicyVersion) -> list[Group]:  # noqa: ARG002
-        """No groups: rank 0 has them."""
+        """Return no groups; only rank 0 receives them."""
         return []
 
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
-        """Nothing to release or drop."""
+        """Do nothing."""
 
     def start_evaluation(
         self,
@@ -465,51 +472,54 @@ class IdleWorker(Worker):
         keep_errors: bool = False,  # noqa: ARG002
         engine: Engine | None = None,  # noqa: ARG002
     ) -> "Evaluation":
-        """An evaluation without rollouts."""
+        """Return an evaluation without rollouts."""
         done: Future[Any] = Future()
         done.set_result([])
         return Evaluation(self, done)
 
     def stats(self) -> dict[str, Any]:
-        """No counts."""
+        """Return no counts."""
         return {}
 
     def state(self) -> bytes | None:  # type: ignore[override]
-        """Nothing: rank 0 saves."""
+        """Return None; only rank 0 saves a state."""
         return None
 
     def members(self) -> list[dict[str, Any]]:
-        """No processes."""
+        """Return no processes."""
         return []
 
 
 class Evaluation:
-    """An evaluation beside training."""
+    """An evaluation that runs while the trainer trains."""
 
     def __init__(self, owner: Worker, future: "Future[Any]") -> None:
         self._owner = owner
         self._future = future
 
     def done(self) -> bool:
-        """Whether ``result`` would return, or raise, at once."""
+        """Return whether ``result`` would return, or raise, at once."""
         return self._future.done()
 
     def result(self, timeout_s: float = 600.0) -> list[Rollout]:
-        """The rollouts, in the order of the tasks; of plays that failed, none.
+        """Wait for the rollouts and return them in the order of the tasks, without failed ones.
 
         Raises:
             RuntimeError: it took longer than ``timeout_s`` from now (it is then cancelled), or
                 more than one version of the weights sampled.
-            Exception: what an environment raised, without ``keep_errors``.
+            Exception: an environment's error, without ``keep_errors``.
         """
-        plays = self.plays(timeout_s)
-        return [played.rollout for played in plays if played.rollout is not None]
+        outcomes = self.outcomes(timeout_s)
+        return [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
 
-    def plays(self, timeout_s: float = 600.0) -> list[Played]:
-        """All plays, in the order of the tasks; raises as ``result``."""
+    def outcomes(self, timeout_s: float = 600.0) -> list[Outcome]:
+        """Wait for all results, failed ones included, and return them in the order of the tasks.
+
+        It raises what ``result`` raises.
+        """
         began = time.monotonic()
-        plays: list[Played] = self._owner._finish(
+        outcomes: list[Outcome] = self._owner._finish(
             self._future, "the evaluation took longer", timeout_s
         )
         self._owner._notify("waited_for_evaluation", time.monotonic() - began)
-        return plays
+        return outcomes

@@ -1,7 +1,7 @@
-"""Runs code that nobody trusts, fast and locally: pools of sandboxes, sessions, and graders.
+"""Sandboxes that run untrusted code fast and locally: pools, sessions and graders.
 
-See ``docs/sandbox.md``. Nothing loads before it is used: a pool's helper processes import only
-``primerl.sandbox.engine``, which is of the standard library.
+See ``docs/sandbox.md``. Submodules are imported on first use, so that a pool's helper processes
+import only ``primerl.sandbox.guest``, which needs nothing but the standard library.
 """
 
 import importlib
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from primerl.sandbox.errors import BadReply, Probe, SandboxError, SandboxUnavailable
-    from primerl.sandbox.grading import Case, Verdict, grade
+    from primerl.sandbox.grading import Case, CaseVerdict, grade
     from primerl.sandbox.pool import SandboxPool
     from primerl.sandbox.repositories import TestReport, grade_repository
-    from primerl.sandbox.results import Isolation, Limits, Result, Root
+    from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
     from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
     from primerl.sandbox.tiers import probe
     from primerl.sandbox.verifiers_adapter import SandboxEnv, SandboxEnvConfig, verifiers_runtime
@@ -21,7 +21,7 @@ _LAZY = {
     "BadReply": "errors",
     "Case": "grading",
     "Isolation": "results",
-    "Limits": "results",
+    "SandboxLimits": "results",
     "Probe": "errors",
     "Result": "results",
     "Root": "results",
@@ -33,7 +33,7 @@ _LAZY = {
     "SandboxSession": "sessions",
     "SandboxSnapshot": "sessions",
     "TestReport": "repositories",
-    "Verdict": "grading",
+    "CaseVerdict": "grading",
     "grade": "grading",
     "grade_repository": "repositories",
     "probe": "tiers",
@@ -44,7 +44,7 @@ __all__ = [
     "BadReply",
     "Case",
     "Isolation",
-    "Limits",
+    "SandboxLimits",
     "Probe",
     "Result",
     "Root",
@@ -56,7 +56,7 @@ __all__ = [
     "SandboxSession",
     "SandboxSnapshot",
     "TestReport",
-    "Verdict",
+    "CaseVerdict",
     "grade",
     "grade_repository",
     "probe",

@@ -1,4 +1,4 @@
-"""What goes wrong with sandboxes themselves, as against what goes wrong inside."""
+"""Errors of the sandboxes themselves, as opposed to failures of the code inside them."""
 
 import errno as _errno
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Probe:
-    """One thing that a tier needs, and whether this machine lets it be done."""
+    """The result of checking whether this machine supports one requirement of a tier."""
 
     name: str
     errno: int = 0
@@ -16,7 +16,7 @@ class Probe:
 
     @property
     def ok(self) -> bool:
-        """Whether it worked."""
+        """Whether the check succeeded."""
         return self.errno == 0 and not self.message
 
     def __str__(self) -> str:
@@ -27,11 +27,11 @@ class Probe:
 
 
 class SandboxError(RuntimeError):
-    """A sandbox could not be made, or does not answer."""
+    """A sandbox could not be created, or does not respond."""
 
 
 class SandboxUnavailable(SandboxError):
-    """This machine lacks what a tier of isolation needs; ``probes`` says what failed and how."""
+    """This machine lacks a requirement of an isolation tier; ``probes`` has the checks' results."""
 
     def __init__(self, message: str, probes: Sequence[Probe] = ()) -> None:
         self.probes = tuple(probes)
@@ -40,4 +40,4 @@ class SandboxUnavailable(SandboxError):
 
 
 class BadReply(SandboxError):
-    """What came out of a sandbox is not what its first process would say."""
+    """A sandbox sent a message that its init process would never send."""

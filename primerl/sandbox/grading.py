@@ -1,10 +1,10 @@
-"""Grading on the host: inputs go in, typed values come out, and the comparison never goes in.
+"""Grading of functions: inputs go into a sandbox, typed values come out, and the host compares.
 
-One sandbox per case, which sees its own input and no expected value. What comes out is data in a
-small typed encoding; the host decodes it strictly and compares type and value. So exit codes,
-printed verdicts, patched assertions and objects that equal everything change nothing: the only way
-to pass a case is to say the right value. Code that knows the right value by other means than
-computing it (a table of known answers) can't be told apart.
+Each case runs in its own sandbox, which sees the input of that case and no expected value. Its
+output is data in a small typed encoding; the host decodes it strictly and compares type and value.
+Exit codes, printed verdicts, patched assertions and objects that equal everything therefore gain
+nothing: the only way to pass a case is to output the right value. Grading can't detect code that
+looks the right value up, in a table of known answers, instead of computing it.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from typing import Any
 
 import attrs
 
-from primerl.sandbox.engine.work import values
-from primerl.sandbox.engine.work.values import decode, encode
+from primerl.sandbox.guest.jobs import values
+from primerl.sandbox.guest.jobs.values import decode, encode
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
 
 _MOST_BYTES = 1 << 20
 
-# Runs the candidate and writes the value, encoded, behind a line that only this run knows. Forging
-# that line gains nothing: it would still have to hold the right value.
+# Calls the candidate's function and prints its encoded value after a random mark. Forging that line
+# gains nothing: it would still have to hold the right value.
 _DRIVER = (
     inspect.getsource(values)
     + """
@@ -37,14 +37,14 @@ def _refuse(value):
 
 def _drive():
     import json, os, sys
-    order = json.loads(sys.stdin.readline())
+    job = json.loads(sys.stdin.readline())
     names = {"__name__": "solution"}
-    exec(compile(order["code"], "solution.py", "exec"), names)
-    args, kwargs = decode(order["args"]), decode(order["kwargs"])
-    value = names[order["function"]](*args, **kwargs)
+    exec(compile(job["code"], "solution.py", "exec"), names)
+    args, kwargs = decode(job["args"]), decode(job["kwargs"])
+    value = names[job["function"]](*args, **kwargs)
     text = json.dumps(encode(value, _refuse))
     sys.stdout.flush()
-    os.write(1, ("\\n" + order["mark"] + text + "\\n").encode())
+    os.write(1, ("\\n" + job["mark"] + text + "\\n").encode())
 
 
 _drive()
@@ -56,8 +56,8 @@ _drive()
 class Case:
     """One call of the candidate's function, and the value that it should return.
 
-    Arguments and value are None, bool, int, float, str, bytes, and lists, tuples, sets and
-    dictionaries of them. ``tolerance`` is the relative error that floats may have.
+    Arguments and the expected value are None, bool, int, float, str or bytes, or lists, tuples,
+    sets and dictionaries of such values. ``tolerance`` is the relative error allowed for floats.
     """
 
     args: tuple[Any, ...] = ()
@@ -67,8 +67,8 @@ class Case:
 
 
 @attrs.frozen(kw_only=True)
-class Verdict:
-    """Whether one case passed; ``value`` is what the candidate said, if it could be decoded."""
+class CaseVerdict:
+    """The outcome of one case; ``value`` is None if the candidate's value can't be decoded."""
 
     passed: bool
     value: Any
@@ -84,15 +84,17 @@ async def grade(
     function: str,
     timeout_s: float = 10.0,
     memory_bytes: int | None = None,
-) -> list[Verdict]:
-    """Call ``function`` of ``code`` once per case, each in a sandbox of its own, and compare.
+) -> list[CaseVerdict]:
+    """Call ``function`` of ``code`` once per case, each in a new sandbox, and compare the values.
 
     Raises:
-        ValueError: there is no case, or an argument is no plain value.
-        SandboxError: no sandbox could be made.
+        ValueError: ``cases`` is empty, or an argument is not a plain value.
+        SandboxError: no sandbox could be created.
     """
     if not cases:
-        raise ValueError("there are no cases: an empty list would pass everything")
+        raise ValueError(
+            "there are no cases: give at least one, since an empty list would pass any code"
+        )
     return list(
         await asyncio.gather(
             *(
@@ -118,9 +120,9 @@ async def _grade_case(
     function: str,
     timeout_s: float,
     memory_bytes: int | None,
-) -> Verdict:
+) -> CaseVerdict:
     mark = secrets.token_hex(16)
-    order = {
+    job = {
         "code": code,
         "function": function,
         "args": encode(case.args, _refuse_argument),
@@ -129,7 +131,7 @@ async def _grade_case(
     }
     result = await pool.run(
         _DRIVER,
-        stdin=json.dumps(order).encode() + b"\n",
+        stdin=json.dumps(job).encode() + b"\n",
         timeout_s=timeout_s,
         memory_bytes=memory_bytes,
         output_bytes=_MOST_BYTES,
@@ -138,17 +140,17 @@ async def _grade_case(
         value = _value(result.stdout, mark)
     except ValueError as error:
         reason = result.limits_hit[0] if result.limits_hit else str(error)
-        return Verdict(passed=False, value=None, reason=reason, result=result)
+        return CaseVerdict(passed=False, value=None, reason=reason, result=result)
     passed = same(value, case.expected, tolerance=case.tolerance)
-    return Verdict(
-        passed=passed, value=value, reason="" if passed else "another value", result=result
+    return CaseVerdict(
+        passed=passed, value=value, reason="" if passed else "wrong value", result=result
     )
 
 
 def same(value: Any, expected: Any, *, tolerance: float = 0.0) -> bool:
-    """Whether two values have the same type and are equal, all the way down.
+    """Check that two values are equal and of the same types, recursively.
 
-    1, 1.0 and True differ, as do lists and tuples. NaN is the same as NaN.
+    1, 1.0 and True are different values, and a list differs from a tuple. NaN equals NaN.
     """
     if type(value) is not type(expected):
         return False
@@ -171,7 +173,7 @@ def same(value: Any, expected: Any, *, tolerance: float = 0.0) -> bool:
 
 
 def _typed(keys: Any) -> set[tuple[str, Any]]:
-    """Elements with their types, of which 1 and True are two."""
+    """Return set elements or dictionary keys as (type, value) pairs, so that 1 and True differ."""
     return {(repr(_encoded_type(key)), key) for key in keys}
 
 
@@ -185,22 +187,22 @@ def _encoded_type(key: Any) -> Any:
 def _refuse_argument(value: Any) -> Any:
     kind = type(value)
     if kind in (list, tuple, set, frozenset, dict):
-        raise ValueError("an argument is nested too deeply")
-    raise ValueError(f"an argument is a {kind.__name__}; only plain values can go into a sandbox")
+        raise ValueError("an argument of a case is nested too deeply (over 50 levels)")
+    raise ValueError(f"an argument of a case is a {kind.__name__}; only plain values can be sent")
 
 
 def _value(stdout: bytes, mark: str) -> Any:
-    """The value behind the last line that begins with the mark.
+    """Return the value on the last line that begins with the mark.
 
     Raises:
-        ValueError: there is none, or it isn't in the encoding.
+        ValueError: there is no such line, or its value is malformed.
     """
     start = b"\n" + mark.encode()
     found = stdout.rpartition(start)
     if not found[1]:
-        raise ValueError("no value came out")
+        raise ValueError("no value came back: the code failed or exited early")
     line = found[2].split(b"\n", 1)[0]
     try:
         return decode(json.loads(line))
     except (ValueError, RecursionError):
-        raise ValueError("what came out is no value") from None
+        raise ValueError("the value that came back is malformed") from None

@@ -1,4 +1,4 @@
-"""A pool of sandboxes that are ready before they are needed."""
+"""A pool of sandboxes that are created before they are needed."""
 
 import asyncio
 import contextlib
@@ -10,44 +10,44 @@ from typing import Any, Self
 
 from primerl.sandbox import tiers
 from primerl.sandbox.errors import SandboxError
-from primerl.sandbox.results import Isolation, Limits, Result, Root
+from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
 from primerl.sandbox.tiers import host
-from primerl.sandbox.tiers.interface import Ability, Options, Order, Sandbox, asked
+from primerl.sandbox.tiers.interface import Ability, Job, Options, Sandbox, asked
 
 
 class SandboxPool:
-    """Runs code that nobody trusts, each piece in a sandbox of its own that was made beforehand.
+    """A pool that runs each piece of untrusted code in a separate sandbox, created in advance.
 
         async with SandboxPool() as pool:
             result = await pool.run("print(6 * 7)", timeout_s=5)
 
     Args:
-        tier: how code is kept inside; see ``docs/sandbox.md``. No other is ever taken instead. By
-            default ``min_isolation``, and ``"namespaces"`` without either.
-        min_isolation: refuses a ``tier`` that keeps code inside less well than this one: Landlock
-            alone is the weakest, then come those that share the host's kernel, then gVisor, then
-            hosted virtual machines.
-        limits: limits of each sandbox.
-        concurrency: how many run at once; others wait in order of arrival. Twice the processors by
-            default.
-        warm: how many sandboxes are kept ready; as many as run at once by default.
-        starting: how many may be starting at once.
-        start_timeout_s: time in which the pool, and each sandbox, must start.
-        lease_s: everything ends if the owner's event loop gives no sign of life for this long. A
-            crash of the owner ends everything at once.
-        readable: further absolute paths that sandboxes may read, such as a folder of packages. Of
-            ``/tmp`` and its like, which most tiers' sandboxes have of their own, name the folders
-            below.
-        python: the interpreter for code; the one that runs this, without its virtual environment,
-            by default.
-        allow_network: ``"host:port"`` of the servers that sandboxes may reach, through a proxy of
-            the pool's; none by default.
-        image: the image of sandboxes in containers (``docker``, ``podman``, ``prime``); it needs
-            Python as ``python3``.
+        tier: the isolation tier; see ``docs/sandbox.md``. The pool never falls back to another
+            tier. Defaults to ``min_isolation``, or to ``"namespaces"`` if that is None, too.
+        min_isolation: reject a ``tier`` with weaker isolation than this tier. From weak to strong:
+            ``landlock``; the tiers that share the host's kernel (``namespaces``, ``docker``,
+            ``podman``); ``gvisor``; hosted virtual machines (``prime``).
+        limits: resource limits of each sandbox.
+        concurrency: how many runs execute at once; further calls wait in order of arrival.
+            Defaults to twice the number of CPUs.
+        warm: how many sandboxes are kept ready. Defaults to ``concurrency``.
+        starting: how many sandboxes may be starting at once.
+        start_timeout_s: timeout for starting the pool, and for starting each sandbox.
+        lease_s: end the pool and its sandboxes if the owner's event loop sends no heartbeat for
+            this long. If the owner crashes, they end at once.
+        readable: additional absolute paths that sandboxes may read, such as a folder of packages.
+            Don't list ``/tmp`` and similar places themselves, of which sandboxes in most tiers
+            have their own: list the folders below.
+        python: the interpreter that runs the code. Defaults to the current interpreter, without
+            its virtual environment.
+        allow_network: ``"host:port"`` of each server that sandboxes may reach, through a proxy
+            of the pool; none by default.
+        image: the image of sandboxes in containers (``docker``, ``podman``, ``prime``). It must
+            provide Python as ``python3``.
 
     Raises:
-        SandboxUnavailable: this machine lacks what the tier needs; raised on entering.
+        SandboxUnavailable: this machine lacks a requirement of the tier. Raised on entering.
         ValueError: an argument is out of range, the tier is weaker than ``min_isolation``, or its
             sandboxes can't show a ``readable`` path.
     """
@@ -57,7 +57,7 @@ class SandboxPool:
         *,
         tier: tiers.TierName | None = None,
         min_isolation: tiers.TierName | None = None,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         concurrency: int | None = None,
         warm: int | None = None,
         starting: int = 4,
@@ -69,11 +69,13 @@ class SandboxPool:
         image: str | None = None,
     ) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.limits = limits or Limits()
+        self.limits = limits or SandboxLimits()
         self._concurrency = 2 * cores if concurrency is None else concurrency
         self._warm = self._concurrency if warm is None else warm
         if self._concurrency < 1 or starting < 1 or self._warm < 0:
-            raise ValueError("concurrency and starting must be positive, warm not negative")
+            raise ValueError(
+                "concurrency and starting must be positive, and warm must not be negative"
+            )
         self._python = python or host.default_python()
         paths = host.readable_paths(self._python, tuple(readable))
         self._tier = tiers.choose(
@@ -120,13 +122,13 @@ class SandboxPool:
 
     @property
     def isolation(self) -> Isolation:
-        """What keeps code inside: the tier in force, what it stops, and what it doesn't."""
+        """A description of the isolation in force: the tier, what it stops and what it does not."""
         self._check_running()
         return self._tier.isolation()
 
     @property
     def alive(self) -> bool:
-        """Whether the pool is running: it was entered, and its helpers have not been killed."""
+        """Whether the pool was entered and its helper processes are still running."""
         return self._running and self._tier.alive
 
     async def run(
@@ -140,15 +142,15 @@ class SandboxPool:
         memory_bytes: int | None = None,
         output_bytes: int | None = None,
     ) -> Result:
-        """Run Python code (a string) or a command (a list) in a new sandbox, and end it.
+        """Run Python code (a string) or a command (a list) in a new sandbox, then end the sandbox.
 
         ``files`` are written first; relative paths are below ``/sandbox``, the working folder.
-        ``timeout_s`` counts from when the sandbox starts to work, not the wait in the queue.
+        ``timeout_s`` starts when the sandbox begins to work; time in the queue does not count.
 
         Raises:
-            SandboxError: no sandbox could be made.
+            SandboxError: no sandbox could be created.
         """
-        order = self.order(
+        job = self.job(
             *asked(code),
             stdin=stdin,
             files=files,
@@ -160,7 +162,7 @@ class SandboxPool:
         async with self.turn():
             sandbox = await self._take()
             try:
-                return await sandbox.execute(order)
+                return await sandbox.execute(job)
             finally:
                 self._end(sandbox)
                 self._refill()
@@ -173,13 +175,15 @@ class SandboxPool:
         snapshot: SandboxSnapshot | None = None,
         lifetime_s: float = 3600.0,
     ) -> AsyncIterator[SandboxSession]:
-        """A sandbox that stays for many commands, and ends with the block or after ``lifetime_s``.
+        """Open a session: one sandbox for many commands.
 
-        ``root`` is a root filesystem that ``prepare_root`` made; the session's changes are its own.
-        ``snapshot`` is what another session's ``snapshot()`` returned: this one goes on from there.
+        The sandbox ends when the ``async with`` block is left, or after ``lifetime_s``. ``root``
+        is a root filesystem from ``prepare_root``; no other session sees this session's changes.
+        ``snapshot`` comes from another session's ``snapshot()``: this session starts with that
+        snapshot's root and files.
 
         Raises:
-            SandboxError: no sandbox could be made.
+            SandboxError: no sandbox could be created.
         """
         if snapshot is not None:
             root = snapshot.root
@@ -196,23 +200,23 @@ class SandboxPool:
             self._end(sandbox)
 
     async def prepare_root(self, *layers: str | os.PathLike[str]) -> Root:
-        """Make a root filesystem for sessions of one folder, or of an image's unpacked layers.
+        """Build a root filesystem for sessions from a folder, or from an image's unpacked layers.
 
-        The lowest layer comes first. Files are copied once per pool; sessions then share them.
+        The lowest layer comes first. Files are copied once per pool; sessions then share the copy.
 
         Raises:
             SandboxError: a layer can't be read, or the pool isn't running.
         """
         self._check_running()
-        self.check_able("roots", "root filesystems of their own")
+        self.check_able("roots", "other root filesystems")
         return await self._tier.prepare_root([os.fspath(layer) for layer in layers])
 
     def check_able(self, ability: Ability, what: str) -> None:
-        """Raise SandboxError if the pool's tier lacks an ability."""
+        """Raise SandboxError if the pool's tier lacks an ability, described by ``what``."""
         if ability in self._tier.lacks:
-            raise SandboxError(f"sandboxes of the tier {self._tier.name!r} have no {what}")
+            raise SandboxError(f"sandboxes of the tier {self._tier.name!r} don't support {what}")
 
-    def order(
+    def job(
         self,
         kind: str,
         header: dict[str, Any],
@@ -224,8 +228,8 @@ class SandboxPool:
         timeout_s: float = 10.0,
         memory_bytes: int | None = None,
         output_bytes: int | None = None,
-    ) -> Order:
-        """What goes to a sandbox, with the pool's limits unless others are given.
+    ) -> Job:
+        """Build a job for a sandbox; limits that are None default to the pool's.
 
         Raises:
             ValueError: a limit isn't positive.
@@ -233,7 +237,7 @@ class SandboxPool:
         if timeout_s <= 0 or (memory_bytes is not None and memory_bytes <= 0):
             raise ValueError("timeout_s and memory_bytes must be positive")
         environment = {**self._tier.environment, **(environment or {})}
-        return Order(
+        return Job(
             kind=kind,
             header=header | {"environment": environment, "folder": folder},
             files=dict(files or {}),
@@ -245,10 +249,10 @@ class SandboxPool:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for one of the ``concurrency`` turns, in order of arrival.
+        """Hold one of the pool's ``concurrency`` permits, granted in order of arrival.
 
-        Whoever has one must not wait for a second one, which ``run`` and a session's calls do, but
-        not ``SandboxSession.execute_at_once``.
+        A holder that waits for a second permit can deadlock. ``run`` and a session's calls each
+        take a permit; ``SandboxSession.execute_at_once`` does not.
 
         Raises:
             SandboxError: the pool isn't running.
@@ -266,7 +270,7 @@ class SandboxPool:
             )
 
     async def _make(self, settings: Mapping[str, Any] | None = None) -> Sandbox:
-        """A new sandbox; as many start at once as ``starting`` allows."""
+        """Create a sandbox, while at most ``starting`` of them start at once."""
         self._check_running()
         async with self._starts:
             sandbox = await self._tier.make(settings or {})
@@ -286,7 +290,7 @@ class SandboxPool:
         self._alive.discard(sandbox)
 
     def _refill(self) -> None:
-        """Make sandboxes until enough are ready, behind the back of whoever runs something."""
+        """Start background tasks that create sandboxes until ``warm`` of them are ready."""
         while len(self._ready) + self._refilling < self._warm:
             self._refilling += 1
             task = asyncio.get_running_loop().create_task(self._add_one())
@@ -297,6 +301,6 @@ class SandboxPool:
         try:
             self._ready.append(await self._make())
         except (SandboxError, TimeoutError):
-            pass  # whoever needs one tries again, and is told why it fails
+            pass  # the next caller that needs a sandbox tries again and gets the error
         finally:
             self._refilling -= 1

@@ -1,16 +1,18 @@
 """Grading a repository by its tests: pytest in one sandbox, the code under test in another.
 
-Both are new, so the tests enter after whoever wrote the code has left. What a test imports from the
-code under test is a stand-in for the real thing in the other sandbox
-(``engine/work/testside.py``): none of the tested code runs in pytest's process, and none of it can
-reach the results.
+Both sandboxes are new, so the session in which the code was written never sees the tests. A test
+imports remote objects: proxies for the real objects of the code under test in the other sandbox
+(``guest/jobs/test_runner.py``). The code under test never runs in pytest's process, and can't reach
+the results.
 
-A test can call functions, make and use objects, read attributes, and expect exceptions. It can't
-share files or monkeypatch internals, subclass a class of the code under test, or pass it functions:
-such a test fails with a TypeError that says so. Comparing objects of the tested code asks that code
-(``__eq__``); comparing plain values doesn't. Its arithmetic with a plain value, which may be what
-the test expects, must give another object, from which no number is taken. Its context managers
-can't suppress exceptions of the test, and ``import *`` replaces none of the test's names.
+A test can call functions, create and use objects, read attributes, and expect exceptions. It can't
+share files with the code under test, monkeypatch its internals, subclass its classes, or pass it
+functions: such a test fails with a TypeError that says so. Comparing two remote objects calls the
+``__eq__`` of the code under test; comparing plain values does not. Arithmetic of a remote object
+with a plain value, which may be the value that the test expects, must return another remote object,
+and that object can't be converted to a number. Context managers of the code under test can't
+suppress exceptions of the test, and ``import *`` doesn't replace any name that the test already
+has.
 """
 
 import asyncio
@@ -29,12 +31,13 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 @attrs.frozen(kw_only=True)
 class TestReport:
-    """Outcomes by test, of those that pytest reported, and what it printed.
+    """The outcome of each test that pytest reported, and pytest's own output (``log``).
 
-    ``passed`` is true if every expected test passed, at least one did, and none failed.
+    ``passed`` is true if every expected test passed, at least one test passed, and none failed.
+    ``missing`` are the expected tests that did not pass.
     """
 
-    __test__ = False  # no test, for pytest
+    __test__ = False  # tells pytest not to collect this class
 
     passed: bool
     outcomes: dict[str, str]
@@ -54,32 +57,44 @@ async def grade_repository(
     timeout_s: float = 60.0,
     memory_bytes: int | None = None,
 ) -> TestReport:
-    """Run ``tests`` against ``repository``, files by their paths, and report each test's outcome.
+    """Run ``tests`` against ``repository`` and report the outcome of each test.
 
-    ``modules`` are the top-level modules under test; ``packages`` the folders (readable in the
-    pool's sandboxes) that have pytest and what the tests need. ``expected`` names tests that must
-    be reported, such as ``tests/test_add.py::test_small``; a suite that is cut short doesn't pass.
+    Args:
+        pool: the pool that provides the two sandboxes.
+        repository: the files of the code under test, by path.
+        tests: the test files, by path.
+        modules: the top-level modules under test.
+        packages: folders with pytest and the other packages that the tests import; the pool's
+            sandboxes must be able to read them.
+        expected: tests that must pass, such as ``tests/test_add.py::test_small``, so that a suite
+            that ends early does not pass.
+        timeout_s: timeout of the whole suite.
+        memory_bytes: memory limit of each sandbox; None means the pool's.
 
     Raises:
         ValueError: there are no tests or no modules.
-        SandboxError: no sandbox could be made.
+        SandboxError: no sandbox could be created.
     """
     if not tests or not modules:
-        raise ValueError("grading a repository needs tests, and the modules that they test")
-    pool.check_able("connections", "connection to one another, which this needs; use `grade`")
+        raise ValueError("grade_repository needs at least one test file and one module under test")
+    pool.check_able(
+        "connections",
+        "connections between them, which `grade_repository` needs: use `grade` instead",
+    )
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
     header = {"modules": list(modules), "packages": list(packages)}
-    subject = pool.order("subject", {}, files=repository, **limits)
-    suite = pool.order("tests", header, files=tests, **limits)
+    subject = pool.job("code_under_test", {}, files=repository, **limits)
+    suite = pool.job("tests", header, files=tests, **limits)
     with ours, theirs:
         async with pool.turn(), pool.session() as tested, pool.session() as testing:
-            # Each end is then in one sandbox only: if one ends, the other sees it.
+            # Detached, so that each end is open in one sandbox only: if that sandbox ends, the
+            # other one sees the connection close.
             subject = attrs.evolve(subject, connection=ours.detach())
             suite = attrs.evolve(suite, connection=theirs.detach())
             answering = asyncio.ensure_future(tested.execute_at_once(subject))
             try:
-                # Both in the one turn: each waits for the other.
+                # Both run under one permit: with one each, the second might never get its own.
                 done = await testing.execute_at_once(suite)
             finally:
                 answering.cancel()
@@ -96,7 +111,7 @@ def _report(done: Result, expected: Sequence[str] | None) -> TestReport:
     if isinstance(said, dict):
         outcomes = {name: outcome for name, outcome in said.items() if outcome in OUTCOMES}
     missing = tuple(name for name in expected or () if outcomes.get(name) != "passed")
-    # pytest's exit code is 0 only if it ran to its end, without errors of collection.
+    # pytest exits with 0 only if it ran to its end without collection errors.
     passed = done.ok and not missing and "failed" not in outcomes.values()
     passed = passed and "passed" in outcomes.values()
     log = done.stderr.decode(errors="replace")

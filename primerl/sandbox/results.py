@@ -1,4 +1,4 @@
-"""The values that cross between a caller and its sandboxes."""
+"""SandboxLimits, results and root filesystems: the values that a pool takes and returns."""
 
 from typing import Any
 
@@ -10,17 +10,23 @@ LIMITS = ("timeout", "memory", "output", "files", "disk", "died", "protocol")
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """How one run ended. Everything in it comes from untrusted code: it is data, never a verdict.
+    """The outcome of one run. Untrusted code controls its content: it is data, never a verdict.
 
-    ``exit`` is the exit code, negative for the number of the signal that ended the process, or
-    None if a limit ended it. ``limits_hit`` has ``timeout``, ``memory``, ``output`` (stdout or
-    stderr was cut), ``files`` (too many open ones), ``disk`` (too much or too many written,
-    where no filesystem says so at once), ``died`` (the sandbox ended by itself) or
-    ``protocol`` (it broke the protocol, and was ended).
+    ``exit`` is the exit code, or minus the number of the signal that ended the process, or None if
+    a limit ended it. ``limits_hit`` names the limits that were exceeded:
 
-    ``cpu_s`` is what the process and the children that it waited for used; of a run that was ended,
-    and of a turn of a REPL, what all its processes had used by then. ``max_rss_bytes`` is the most
-    that one of them held. Both are 0 in tiers that don't say: containers, gVisor and hosted ones.
+    - ``timeout`` and ``memory``;
+    - ``output``: stdout or stderr was truncated;
+    - ``files``: too many open files;
+    - ``disk``: too many bytes or files were written, in a tier whose filesystem does not refuse
+      the write itself;
+    - ``died``: the sandbox ended by itself;
+    - ``protocol``: the sandbox broke the protocol and was killed.
+
+    ``cpu_s`` is the CPU time of the process and of the children that it waited for. If a limit
+    ended the run, or if it was a turn of a REPL, ``cpu_s`` is the CPU time that all its processes
+    had used by then. ``max_rss_bytes`` is the peak memory of the largest single process. Both are
+    0 in tiers that don't measure them: containers, gVisor and hosted sandboxes.
     """
 
     stdout: bytes
@@ -33,13 +39,13 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Whether the process ended by itself with exit code 0, within all limits."""
         return self.exit == 0 and not self.limits_hit
 
 
 @attrs.frozen(kw_only=True)
 class Isolation:
-    """What keeps code inside, for logs and for people: what it stops, and what it doesn't."""
+    """A human-readable description of a tier's isolation: what it stops and what it does not."""
 
     tier: str
     shared_kernel: bool
@@ -61,14 +67,19 @@ class Isolation:
 
 
 @attrs.frozen(kw_only=True)
-class Limits:
-    """Limits of each sandbox of a pool.
+class SandboxLimits:
+    """Resource limits of each sandbox of a pool.
 
-    ``memory_bytes`` is for all its processes and files together, ``address_space_bytes`` for the
-    address space of each process (None: as ``memory_bytes``; runtimes that reserve much of it, such
-    as Node's, need more). ``disk_bytes`` and ``files`` limit its writable folders, ``processes``
-    its processes and threads, ``open_files`` those of each process and ``all_open_files`` those of
-    all, ``output_bytes`` stdout and stderr of one run each.
+    Attributes:
+        memory_bytes: memory of all processes and files of the sandbox together.
+        address_space_bytes: address space of each process. None means ``memory_bytes``; runtimes
+            that reserve a large address space, such as Node, need more.
+        disk_bytes: bytes in the sandbox's writable folders.
+        files: number of files in the sandbox's writable folders.
+        processes: number of processes and threads.
+        open_files: open files of each process.
+        all_open_files: open files of all processes together.
+        output_bytes: bytes of stdout, and of stderr, of one run.
     """
 
     memory_bytes: int = 512 << 20
@@ -81,23 +92,24 @@ class Limits:
     output_bytes: int = 1 << 20
 
     def __attrs_post_init__(self) -> None:
-        for field in attrs.fields(Limits):
+        for field in attrs.fields(SandboxLimits):
             value = getattr(self, field.name)
             if value is not None and value < 1:
-                raise ValueError(f"{field.name} is {value}; it must be positive")
+                raise ValueError(f"{field.name} of SandboxLimits is {value}; it must be positive")
         if self.open_files < _FEWEST_OPEN_FILES:
             raise ValueError(
-                f"open_files is {self.open_files}; {_FEWEST_OPEN_FILES} are needed to start code"
+                f"open_files of SandboxLimits is {self.open_files}; "
+                f"at least {_FEWEST_OPEN_FILES} are needed to start the code"
             )
 
 
 @attrs.frozen(kw_only=True)
 class Root:
-    """A prepared root filesystem.
+    """A prepared root filesystem for sessions.
 
-    ``copy_on_write`` is ``overlay`` where the kernel lets the pool's user mount one: sessions share
-    all files that they don't change. Else it is ``copy``: each session copies all files, which
-    takes time, memory and its ``disk_bytes``.
+    ``copy_on_write`` is ``overlay`` if the kernel lets the pool's user mount an overlayfs: sessions
+    then share all files that they don't change. Otherwise it is ``copy``: each session copies all
+    files, which takes time and memory and counts toward its ``disk_bytes``.
     """
 
     name: str
@@ -105,5 +117,5 @@ class Root:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a sandbox with this root is asked for."""
+        """The settings with which a tier creates a sandbox on this root."""
         return {"root": self.name, "overlay": self.copy_on_write == "overlay"}

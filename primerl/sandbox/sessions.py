@@ -1,6 +1,4 @@
-"""A sandbox that stays: commands, files, and a Python that keeps its state, for hundreds of
-turns.
-"""
+"""Sessions: sandboxes that keep files and Python state over hundreds of commands."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -10,7 +8,7 @@ import attrs
 
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.results import Result, Root
-from primerl.sandbox.tiers.interface import Order, Sandbox, asked
+from primerl.sandbox.tiers.interface import Job, Sandbox, asked
 
 if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
@@ -21,18 +19,21 @@ _MOST_SNAPSHOT_BYTES = 1 << 30
 
 @attrs.frozen(kw_only=True, eq=False)
 class SandboxSnapshot:
-    """Files of a session, to go on from in others. What it holds is untrusted, and stays packed."""
+    """A copy of a session's files, from which other sessions can start.
+
+    The archive is untrusted: it is only ever unpacked inside a sandbox.
+    """
 
     root: Root | None
     archive: bytes = attrs.field(repr=False)
 
 
 class SandboxSession:
-    """One sandbox, made by ``SandboxPool.session``. Its calls are carried out one at a time.
+    """A sandbox for many commands, from ``SandboxPool.session``; its calls run one at a time.
 
-    A command's background processes go on until the session ends; a command that exceeds its time
-    or memory ends all processes of the session, one that exceeds its output gets SIGPIPE. Files
-    stay in any case.
+    A command's background processes keep running until the session ends. If a command exceeds its
+    time or memory limit, all processes of the session are killed; if it exceeds its output limit,
+    it gets SIGPIPE. Files survive both.
     """
 
     def __init__(self, pool: "SandboxPool", sandbox: Sandbox, *, root: Root | None) -> None:
@@ -60,9 +61,9 @@ class SandboxSession:
     ) -> Result:
         """Run Python code (a string) in a new process, or a command (a list), in ``folder``.
 
-        Relative paths are below the sandbox's home, which is ``/sandbox`` in most tiers.
+        Relative paths are resolved against the sandbox's home, ``/sandbox`` in most tiers.
         """
-        order = self._pool.order(
+        job = self._pool.job(
             *asked(code),
             stdin=stdin,
             files=files,
@@ -72,45 +73,47 @@ class SandboxSession:
             memory_bytes=memory_bytes,
             output_bytes=output_bytes,
         )
-        return await self._execute(order)
+        return await self._execute(job)
 
     async def python(self, code: str, *, timeout_s: float = 60.0) -> Result:
-        """Run code in the session's own Python, which remembers what earlier turns defined.
+        """Run code in the session's persistent Python, which keeps what earlier turns defined.
 
-        The value of a last expression is printed. A turn that exceeds its time or memory ends that
-        Python; the next turn starts anew. Standard input is empty.
+        If the code ends with an expression, its value is printed. A turn that exceeds its time or
+        memory limit ends this Python, and the next turn starts a new one. Standard input is empty.
 
         Raises:
-            SandboxError: the sandbox has ended, or its tier keeps no Python.
+            SandboxError: the sandbox has ended, or its tier has no persistent Python.
         """
-        self._pool.check_able("turns", "Python that keeps its state; use `run`")
+        self._pool.check_able("turns", "Python that keeps its state: use `run` instead")
         return await self._do("turn", {"code": code}, timeout_s=timeout_s, output_bytes=None)
 
     async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
-        """The content of a file.
+        """Return the content of a file.
 
         Raises:
-            OSError: it can't be read, isn't a regular file, or has more than ``max_bytes``.
+            OSError: the file can't be read, isn't regular, or is larger than ``max_bytes``.
         """
         done = await self._do("read", {"path": path}, output_bytes=max_bytes)
         if "output" in done.limits_hit:
-            raise OSError(f"{path} in the sandbox has more than {max_bytes} bytes")
+            raise OSError(
+                f"{path} in the sandbox has more than {max_bytes} bytes; raise max_bytes to read it"
+            )
         return self._checked(done, path)
 
     async def write(self, path: str, content: bytes) -> None:
-        """Write a file; folders above it are made.
+        """Write a file, creating its parent folders.
 
         Raises:
-            OSError: it can't be written.
+            OSError: the file can't be written.
         """
         self._checked(await self._do("write", {"path": path}, stdin=content), path)
 
     async def snapshot(self, *paths: str, timeout_s: float = 60.0) -> SandboxSnapshot:
-        """A copy of the files under ``paths``: ``/sandbox`` and ``/tmp`` by default.
+        """Take a snapshot of the files under ``paths``: by default ``/sandbox`` and ``/tmp``.
 
         Raises:
-            SandboxError: the sandbox has ended, or its tier has no snapshots.
-            OSError: they can't be packed, or have more than 1 GiB.
+            SandboxError: the sandbox has ended, or its tier does not support snapshots.
+            OSError: the files can't be packed, or their archive exceeds 1 GiB.
         """
         self._pool.check_able("snapshots", "snapshots")
         names = list(paths) or [_HOME, "/tmp"]
@@ -123,14 +126,14 @@ class SandboxSession:
         """Unpack a snapshot over the session's files.
 
         Raises:
-            OSError: it can't be unpacked.
+            OSError: the snapshot can't be unpacked.
         """
         done = await self._do("unpack", {}, stdin=snapshot.archive, timeout_s=timeout_s)
         self._checked(done, "snapshot")
 
-    async def execute_at_once(self, order: Order) -> Result:
-        """Carry out an order within ``SandboxPool.turn``: for two sessions that talk."""
-        return await self._sandbox.execute(order)
+    async def execute_at_once(self, job: Job) -> Result:
+        """Execute a job under the caller's ``SandboxPool.turn``, for sessions that communicate."""
+        return await self._sandbox.execute(job)
 
     async def _do(
         self,
@@ -141,17 +144,17 @@ class SandboxSession:
         output_bytes: int | None = 1 << 16,
         timeout_s: float = 60.0,
     ) -> Result:
-        order = self._pool.order(
+        job = self._pool.job(
             kind, header, stdin=stdin, timeout_s=timeout_s, output_bytes=output_bytes
         )
-        return await self._execute(order)
+        return await self._execute(job)
 
-    async def _execute(self, order: Order) -> Result:
+    async def _execute(self, job: Job) -> Result:
         async with self._one_at_a_time:
             if not self._sandbox.alive:
                 raise SandboxError("the session's sandbox has ended; its files are gone")
             async with self._pool.turn():
-                return await self._sandbox.execute(attrs.evolve(order, keeps=True))
+                return await self._sandbox.execute(attrs.evolve(job, keeps=True))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

@@ -1,7 +1,7 @@
-"""Environments of `verifiers` (0.4) that run code in sandboxes: a ``Runtime``, and one that has it.
+"""A ``Runtime`` and an ``Env`` of `verifiers` (0.4) that run code in sandboxes.
 
-verifiers makes only the runtimes that it knows from its configuration, and takes any other as
-an instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment's ``run``.
+From its configuration, verifiers creates only its own runtimes. Any other one is passed as an
+instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment's ``run``.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 from primerl._common.optional import require
 from primerl.sandbox.errors import SandboxError, SandboxUnavailable
 from primerl.sandbox.pool import SandboxPool
-from primerl.sandbox.results import Limits, Root
+from primerl.sandbox.results import Root, SandboxLimits
 from primerl.sandbox.sessions import SandboxSession
 
 vf: Any = require("verifiers.v1", extra="verifiers")
@@ -22,7 +22,7 @@ _subprocess: Any = require("verifiers.v1.runtimes.subprocess", extra="verifiers"
 
 
 class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known at run time only
-    """A ``Runtime`` of verifiers' on one session of a pool's; see ``verifiers_runtime``."""
+    """A verifiers ``Runtime`` backed by one session of a pool; see ``verifiers_runtime``."""
 
     def __init__(
         self, pool: SandboxPool, *, root: Root | None, timeout_s: float, lifetime_s: float
@@ -32,24 +32,24 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         self._root = root
         self._timeout_s = timeout_s
         self._lifetime_s = lifetime_s
-        # Traces record one of verifiers' own configurations: the one nearest to this.
+        # Traces can only record one of verifiers' own configurations; this is the closest.
         self.config = _subprocess.SubprocessConfig()
         self.info = _subprocess.SubprocessRuntimeInfo(id=self.name)
         self._stack = contextlib.AsyncExitStack()
         self._session: SandboxSession | None = None
 
     async def start(self) -> None:
-        """See verifiers' ``Runtime``."""
+        """Open a session of the pool (``Runtime.start``)."""
         context = self.pool.session(root=self._root, lifetime_s=self._lifetime_s)
         self._session = await self._stack.enter_async_context(context)
 
     async def teardown(self) -> None:
-        """See verifiers' ``Runtime``."""
+        """Close the session, which ends its sandbox (``Runtime.teardown``)."""
         self._session = None
         await self._stack.aclose()
 
     async def run(self, argv: list[str], env: dict[str, str]) -> Any:
-        """See verifiers' ``Runtime``."""
+        """Run a command in the sandbox (``Runtime.run``)."""
         environment = self.process_env(env)
         try:
             done = await self._running().run(
@@ -61,8 +61,10 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         if done.limits_hit:
             said += f"\n[sandbox: ended by its limit of {', '.join(done.limits_hit)}]"
         if not self._running().alive:
-            raise vf.SandboxError(f"the sandbox has ended: {', '.join(done.limits_hit)}")
-        # As a shell reports the end by a signal; 137 is what a limit's SIGKILL looks like.
+            raise vf.SandboxError(
+                f"the sandbox has ended; limits hit: {', '.join(done.limits_hit)}"
+            )
+        # A shell's convention: 128 plus the number of the signal, so 137 for a limit's SIGKILL.
         code = 137 if done.exit is None else done.exit
         return _runtimes.ProgramResult(
             exit_code=code if code >= 0 else 128 - code,
@@ -71,7 +73,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         )
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """See verifiers' ``Runtime``."""
+        """Start a background command with output to ``log`` (``Runtime.run_background``)."""
         command = 'exec > "$0" 2>&1 < /dev/null; "$@" &'
         result = await self.run(["sh", "-c", command, log, *argv], env)
         if result.exit_code:
@@ -92,7 +94,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
             raise vf.SandboxError(f"read {path!r}: {error}") from error
 
     async def write(self, path: str, data: bytes) -> None:
-        """See verifiers' ``Runtime``."""
+        """Write a file in the sandbox (``Runtime.write``)."""
         try:
             await self._running().write(path, data)
         except (OSError, SandboxError) as error:
@@ -100,7 +102,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
 
     def _running(self) -> SandboxSession:
         if self._session is None:
-            raise vf.SandboxError("the runtime is not started")
+            raise vf.SandboxError("the runtime is not started: await start() first")
         return self._session
 
 
@@ -111,22 +113,22 @@ def verifiers_runtime(
     timeout_s: float = 600.0,
     lifetime_s: float = 3600.0,
 ) -> SandboxRuntime:
-    """A runtime whose commands and files are in one sandbox, made at ``start()``.
+    """Return a verifiers ``Runtime`` that runs commands in one sandbox, created by ``start()``.
 
-    Its ``pool`` is the one given here: what grades a rollout can take new sandboxes from it.
-    ``timeout_s`` is for each command; the rollout's own deadline cancels it earlier. ``lifetime_s``
-    should exceed the rollout's deadline by the time that scoring takes, which uses the sandbox,
-    too.
+    The runtime's ``pool`` attribute is the given pool, from which a grader can take new sandboxes.
+    ``timeout_s`` limits each command; the rollout's own deadline may cancel it earlier. Scoring
+    uses the sandbox, too, so ``lifetime_s`` should exceed the rollout's deadline by the time that
+    scoring takes.
     """
     return SandboxRuntime(pool, root=root, timeout_s=timeout_s, lifetime_s=lifetime_s)
 
 
 class SandboxConfig(_configs.BaseConfig):  # type: ignore[misc]  # a class known at run time only
-    """The pool of sandboxes.
+    """Configuration of the sandbox pool of a ``SandboxEnv``.
 
-    ``concurrency`` is how many run at once (None: twice the processors), ``command_timeout_s``
-    bounds each command, ``lifetime_s`` a whole rollout with its scoring. ``readable`` are further
-    absolute paths that sandboxes may read.
+    ``concurrency`` is how many calls execute at once (None: twice the number of CPUs).
+    ``command_timeout_s`` limits each command, and ``lifetime_s`` a whole rollout including its
+    scoring. ``readable`` lists additional absolute paths that sandboxes may read.
     """
 
     concurrency: int | None = None
@@ -137,10 +139,10 @@ class SandboxConfig(_configs.BaseConfig):  # type: ignore[misc]  # a class known
 
 
 class SandboxEnvConfig(vf.EnvConfig):  # type: ignore[misc]
-    """One agent, and its sandbox.
+    """Configuration of a ``SandboxEnv``: one agent, and the sandboxes it works in.
 
-    The agent's own runtime is not used. It is declared so that an agent that is run without the
-    environment gets a container, and never this machine.
+    The environment does not use the agent's own runtime. It is set to a container so that an agent
+    that is run without the environment never runs commands on this machine.
     """
 
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.DockerConfig())
@@ -148,10 +150,11 @@ class SandboxEnvConfig(vf.EnvConfig):  # type: ignore[misc]
 
 
 class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
-    """Plays each task in a new sandbox, which ends with its scoring.
+    """A verifiers environment that plays each task in a new sandbox.
 
-    There is one pool for each event loop, opened by the first rollout and again if it was killed.
-    Where no sandbox can be made, rollouts fail with ``SandboxUnavailable``, which says why.
+    The sandbox lasts until the rollout has been scored. There is one pool per event loop: the first
+    rollout opens it, and a later one reopens it if it was killed. If this machine can't create
+    sandboxes, rollouts fail with ``SandboxUnavailable``, which lists the reasons.
     """
 
     def __init__(self, config: Any) -> None:
@@ -160,7 +163,7 @@ class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
         self._opening: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
 
     async def run(self, task: Any, agents: Any) -> None:
-        """One episode: the agent in its sandbox, then the scoring."""
+        """Run the agent on the task, and score the rollout, in a new sandbox."""
         sandbox = self.config.sandbox
         runtime = verifiers_runtime(
             await self._pool(), timeout_s=sandbox.command_timeout_s, lifetime_s=sandbox.lifetime_s
@@ -173,7 +176,7 @@ class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
             await runtime.stop()
 
     async def stop(self) -> None:
-        """Close the event loop's pool."""
+        """Close the pool of the current event loop."""
         pool = self._pools.pop(asyncio.get_running_loop(), None)
         if pool is not None:
             await pool.__aexit__(None, None, None)
@@ -193,12 +196,12 @@ class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
     async def _open(self) -> SandboxPool:
         sandbox = self.config.sandbox
         pool = SandboxPool(
-            limits=Limits(memory_bytes=sandbox.memory_bytes),
+            limits=SandboxLimits(memory_bytes=sandbox.memory_bytes),
             concurrency=sandbox.concurrency,
             readable=sandbox.readable,
         )
         try:
             return await pool.__aenter__()
         except SandboxUnavailable as error:
-            error.add_note(f"wanted by the environment {self.config.env_id}")
+            error.add_note(f"raised by the sandbox pool of the environment {self.config.env_id}")
             raise

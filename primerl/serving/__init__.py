@@ -1,10 +1,12 @@
-"""vLLM: servers, the engine that is their client, and what receives weights in their workers.
+"""vLLM servers, the engine that samples from them, and the worker code that receives weights.
 
-    server (a child process, or elsewhere) ── client (an engine for rollouts) ── protocol
-    worker (imported by vLLM inside its processes: weights, adapters, routes)
+    server    starts vLLM, as a child process or in the foreground
+    client    the engine, which samples rollouts from one or more servers
+    protocol  request and response formats
+    worker    code that vLLM imports into its own processes: weights, adapters, expert routes
 
-The engine implements the protocol of ``rollout``, and the workers read what the transports of
-``weights`` publish, so this package imports both. ``VLLMEngine`` loads on first use.
+The engine implements the engine protocol of ``rollout``, and the workers read what the transports
+of ``weights`` publish, so this package imports both. ``VLLMEngine`` is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

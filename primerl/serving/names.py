@@ -1,6 +1,6 @@
-"""Routes of vLLM, and names that the client and the worker extension share."""
+"""vLLM's HTTP endpoints, and names that the client and the worker extension share."""
 
-# Routes of vLLM 0.32.
+# HTTP endpoints of vLLM 0.32.
 DETOKENIZE = "/detokenize"
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
@@ -29,6 +29,6 @@ SERVED_ROUTES = "served_routes"
 SERVED_VOCAB_SIZE = "served_vocab_size"
 WEIGHT_RECEIPT = "weight_receipt"
 
-# Backends of vLLM's weight transfer that the worker extension registers.
+# Weight transfer backends that the worker extension registers with vLLM.
 FOLDER_BACKEND = "primerl"
 NCCL_BACKEND = "primerl_nccl"

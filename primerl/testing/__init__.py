@@ -1,6 +1,6 @@
-"""Tiny models, a tokenizer, words and engines for tests and demonstrations.
+"""Tiny models, tokenizers, words and engines for tests and demonstrations.
 
-No package of the training loop imports this one.
+No package of the training loop imports ``primerl.testing``.
 """
 
 from primerl.testing.conformance import check_engine

@@ -1,4 +1,4 @@
-"""``python -m primerl.testing FOLDER`` writes SmolLM2-135M-Instruct there, without a network."""
+"""``python -m primerl.testing FOLDER``: write SmolLM2-135M-Instruct there, without a network."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""``check_engine``: whether an engine meets the contract of engines."""
+"""``check_engine``, which checks an engine against the contract of engines."""
 
 import asyncio
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from primerl.testing.engine_checks import CHECKS, FIRST, Case, Skipped
+from primerl.testing.engine_checks import CHECKS, FIRST, EngineCase, Skipped
 
 STOP_S = 10.0
 
@@ -20,30 +20,31 @@ def check_engine(
     update: Callable[[int], Any] | None = None,
     timeout_s: float = 60.0,
 ) -> dict[str, str]:
-    """Check a running engine against the contract of ``rollout.Engine``; returns the outcomes.
+    """Check a running engine against the contract of ``rollout.Engine``; return the outcomes.
 
         with MyEngine(model) as engine:
             testing.check_engine(engine, update=weights.SharedMemory(model, engine).publish)
 
     The checks (``engine_checks.CHECKS``) run one after another, on an event loop in another thread.
-    If the engine lacks the protocol, or a check times out, the remaining checks are not run.
+    If the engine does not have the protocol, or a check times out, the remaining checks are not
+    run.
 
     Args:
-        engine: already started.
+        engine: the engine, already started.
         prompt_ids: a prompt in the engine's vocabulary.
-        max_tokens: of most requests.
+        max_tokens: ``max_tokens`` of most requests.
         concurrency: the number of concurrent requests.
         update: ``version -> None`` publishes any weights as that version, from any thread, and
-            returns when they are served; without it, weight updates are not checked.
-        timeout_s: of each check.
+            returns when they are served. None: weight updates are not checked.
+        timeout_s: time limit of each check.
 
     Returns:
         ``"passed"`` or ``"skipped: <reason>"``, by the name of the check.
 
     Raises:
-        AssertionError: checks failed; the message names each, with what was expected.
+        AssertionError: checks failed; the message lists each, and what was expected.
     """
-    case = Case(
+    case = EngineCase(
         engine=engine,
         prompt_ids=list(prompt_ids),
         max_tokens=max_tokens,
@@ -51,7 +52,7 @@ def check_engine(
         update=update,
     )
     outcomes: dict[str, str] = {}
-    with _Loop() as loop:
+    with _LoopThread() as loop:
         for check in CHECKS:
             outcomes[check.__name__] = outcome = loop.outcome(check(case), timeout_s)
             fatal = check in FIRST and outcome.startswith("failed")
@@ -66,10 +67,10 @@ def check_engine(
     return outcomes
 
 
-class _Loop:
-    """An event loop in a thread, so that a check that blocks it can be abandoned."""
+class _LoopThread:
+    """An event loop in a thread, so that a check that blocks the loop can be abandoned."""
 
-    def __enter__(self) -> "_Loop":
+    def __enter__(self) -> "_LoopThread":
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="check-engine", daemon=True)
         self._thread.start()
@@ -88,11 +89,11 @@ class _Loop:
         except AssertionError as failure:
             return f"failed: {failure}"
         except TimeoutError as error:
-            if future.done():  # the engine's own
+            if future.done():  # the engine raised it, not the check's time limit
                 return f"failed: TimeoutError: {error}"
             future.cancel()
             return f"failed: no end within {timeout_s:g} s"
-        except Exception as error:  # any error of the engine is an outcome
+        except Exception as error:  # every kind: an error of the engine is an outcome
             return f"failed: {type(error).__name__}: {error}"
         return "passed"
 

@@ -1,4 +1,4 @@
-"""The contract of engines: one function per rule, which raises if it is broken."""
+"""Checks of the contract of engines: one function per rule, which raises if it is violated."""
 
 import asyncio
 import inspect
@@ -13,17 +13,17 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.types import LOGPROB_ROUNDING, Completion, SamplingParams
 
 BEGIN_S = 0.05  # time for requests to start
-CANCEL_S = 10.0  # within which a cancelled request must end
-LONGEST_FILLED = 4096  # longer contexts are not filled
+CANCEL_S = 10.0  # time within which a cancelled request must end
+LONGEST_FILLED = 4096  # longest context, in tokens, that is filled with a prompt
 
 
 class Skipped(Exception):
-    """The check does not apply; the message says why."""
+    """Raised when a check does not apply; the message says why."""
 
 
 @attrs.frozen(kw_only=True)
-class Case:
-    """An engine and the requests to check it with."""
+class EngineCase:
+    """An engine, and the requests with which it is checked."""
 
     engine: Any
     prompt_ids: list[int]
@@ -42,7 +42,7 @@ class Case:
         stop_token_ids: Sequence[int] = (),
         **keywords: Any,
     ) -> Any:
-        """A request with the case's prompt and ``max_tokens`` by default."""
+        """Make a request, by default with the case's prompt and ``max_tokens``."""
         params = SamplingParams(
             max_tokens=self.max_tokens if max_tokens is None else max_tokens,
             temperature=temperature,
@@ -64,7 +64,7 @@ class Case:
         return answer
 
     async def publish(self, version: int) -> None:
-        """Publish weights as ``version``; skips the check if there is no ``update``."""
+        """Publish weights as ``version``; skip the check if there is no ``update``."""
         if self.update is None:
             raise Skipped("no update= was given")
         await asyncio.to_thread(self.update, version)
@@ -75,10 +75,10 @@ def _expect(condition: Any, message: str) -> None:
         raise AssertionError(message)
 
 
-async def protocol(case: Case) -> None:
-    """The engine has ``generate``, and counts ``version`` and ``context_length``.
+async def protocol(case: EngineCase) -> None:
+    """Check that the engine has ``generate``, and integers ``version`` and ``context_length``.
 
-    So is ``vocab_size``, if the engine has it and it is known.
+    ``vocab_size``, if the engine has it, must be an integer or None.
     """
     _expect(isinstance(case.engine, Engine), "expected version, context_length and generate")
     for name, least in (("version", 0), ("context_length", 2)):
@@ -94,8 +94,8 @@ async def protocol(case: Case) -> None:
     )
 
 
-async def completion(case: Case) -> None:
-    """A request returns a ``types.Completion`` of at least one token.
+async def completion(case: EngineCase) -> None:
+    """Check that a request returns a ``types.Completion`` of at least one token.
 
     The class itself checks that each token has a logprob and a version.
     """
@@ -122,24 +122,24 @@ async def completion(case: Case) -> None:
     )
 
 
-async def logprobs(case: Case) -> None:
-    """Each token has a finite logprob of at most 0."""
+async def logprobs(case: EngineCase) -> None:
+    """Check that each token has a finite logprob of at most 0."""
     values = (await case.generate()).logprobs
     _expect(np.isfinite(values).all(), f"logprobs are not finite: {values.tolist()}")
     _expect((values <= LOGPROB_ROUNDING).all(), f"logprobs above 0: {values.tolist()}")
 
 
-async def versions(case: Case) -> None:
-    """Without updates, each token has the version that the engine serves."""
+async def versions(case: EngineCase) -> None:
+    """Check that, without updates, each token has the version that the engine serves."""
     served = case.engine.version
     seen = (await case.generate()).versions.tolist()
-    _expect(set(seen) == {served}, f"tokens have versions {seen}, and {served} was served")
+    _expect(set(seen) == {served}, f"tokens have versions {seen}, but {served} was served")
 
 
-async def max_tokens(case: Case) -> None:
-    """Without stop tokens a completion has ``max_tokens`` tokens and finish_reason ``"length"``.
+async def max_tokens(case: EngineCase) -> None:
+    """Check that, without stop tokens, completions have ``max_tokens`` tokens, and ``"length"``.
 
-    Any other end, such as at an end-of-text token, must be requested.
+    An engine must not stop at any other token, such as an end-of-text token, without a request.
     """
     for most in (1, case.max_tokens):
         answer = await case.generate(max_tokens=most)
@@ -150,14 +150,14 @@ async def max_tokens(case: Case) -> None:
         )
 
 
-async def greedy(case: Case) -> None:
-    """``temperature=0`` gives the same tokens every time."""
+async def greedy(case: EngineCase) -> None:
+    """Check that ``temperature=0`` gives the same tokens every time."""
     first, second = [(await case.generate(temperature=0)).token_ids.tolist() for _ in range(2)]
-    _expect(first == second, f"temperature=0 gave {first}, and then {second}")
+    _expect(first == second, f"temperature=0 gave {first}, but then {second}")
 
 
-async def stop_tokens(case: Case) -> None:
-    """A completion ends with its first stop token and has finish_reason ``"stop"``."""
+async def stop_tokens(case: EngineCase) -> None:
+    """Check that a completion ends with its first stop token, and ``"stop"``."""
     tokens = (await case.generate(temperature=0)).token_ids.tolist()
     stop = tokens[len(tokens) // 2]
     expected = tokens[: tokens.index(stop) + 1]
@@ -170,11 +170,11 @@ async def stop_tokens(case: Case) -> None:
     )
 
 
-async def own_answers(case: Case) -> None:
-    """Each of many concurrent requests gets the completion of its own prompt.
+async def own_answers(case: EngineCase) -> None:
+    """Check that each of many concurrent requests gets the completion of its own prompt.
 
-    Each greedy completion is compared with that of its prompt alone. It may differ, because batches
-    round differently, but not by being that of another prompt.
+    Each greedy completion is compared with that of a single request. It may differ, because batches
+    round differently, but it must not be the completion of another prompt.
     """
     base = case.prompt_ids
     prompts = [base[n:] + base[:n] for n in range(len(base))]
@@ -192,16 +192,16 @@ async def own_answers(case: Case) -> None:
         )
 
 
-async def concurrency(case: Case) -> None:
-    """Each of many concurrent requests gets a completion of its own length."""
+async def concurrency(case: EngineCase) -> None:
+    """Check that each of many concurrent requests gets a completion of its ``max_tokens``."""
     asked = [1 + n % case.max_tokens for n in range(case.concurrency)]
     answers = await asyncio.gather(*(case.generate(max_tokens=most) for most in asked))
     got = [len(answer.token_ids) for answer in answers]
     _expect(got == asked, f"concurrent requests for {asked} tokens got {got}")
 
 
-async def cancellation(case: Case) -> None:
-    """Cancelling the awaiting tasks ends them at once, and the engine keeps serving."""
+async def cancellation(case: EngineCase) -> None:
+    """Check that cancelling awaiting tasks ends them at once, and the engine keeps serving."""
     room = case.engine.context_length - len(case.prompt_ids)
     requests = [
         asyncio.ensure_future(case.generate(max_tokens=room)) for _ in range(case.concurrency)
@@ -218,19 +218,19 @@ async def cancellation(case: Case) -> None:
     await asyncio.gather(*(case.generate(max_tokens=1) for _ in range(case.concurrency)))
 
 
-async def session(case: Case) -> None:
-    """Requests may name their conversation by a ``session``."""
+async def session(case: EngineCase) -> None:
+    """Check that requests may name their conversation by ``session``."""
     for _ in range(2):
         await case.generate(max_tokens=1, session="conversation")
 
 
-async def empty_prompt(case: Case) -> None:
-    """A prompt of no tokens is refused with ``ValueError``."""
+async def empty_prompt(case: EngineCase) -> None:
+    """Check that an empty prompt is refused with ``ValueError``."""
     await _expect_refusal(case.generate(prompt_ids=[]), "an empty prompt")
 
 
-async def too_long(case: Case) -> None:
-    """A request beyond ``context_length`` is refused with ``ValueError``."""
+async def too_long(case: EngineCase) -> None:
+    """Check that a request beyond ``context_length`` is refused with ``ValueError``."""
     length = case.engine.context_length
     room = length - len(case.prompt_ids)
     long = (case.prompt_ids * length)[:length]
@@ -239,8 +239,8 @@ async def too_long(case: Case) -> None:
     await _expect_refusal(case.generate(prompt_ids=long, max_tokens=1), f"a prompt {where}")
 
 
-async def full_context(case: Case) -> None:
-    """A request that fills ``context_length`` exactly is accepted."""
+async def full_context(case: EngineCase) -> None:
+    """Check that a request that fills ``context_length`` exactly is accepted."""
     length = case.engine.context_length
     if length > LONGEST_FILLED:
         raise Skipped(f"the context of {length} tokens is longer than {LONGEST_FILLED}")
@@ -249,8 +249,8 @@ async def full_context(case: Case) -> None:
     _expect(len(answer.token_ids) == 1, f"got {len(answer.token_ids)} tokens, expected 1")
 
 
-async def update(case: Case) -> None:
-    """After an update the engine serves the new version and samples with it."""
+async def update(case: EngineCase) -> None:
+    """Check that after an update the engine reports the new version and samples with it."""
     version = case.engine.version + 1
     await case.publish(version)
     _expect(
@@ -261,8 +261,8 @@ async def update(case: Case) -> None:
     _expect(set(seen) == {version}, f"tokens have versions {seen} after the update to {version}")
 
 
-async def update_in_flight(case: Case) -> None:
-    """Requests in flight finish, with versions that never decrease and were served meanwhile."""
+async def update_in_flight(case: EngineCase) -> None:
+    """Check that requests in flight finish, with versions that were served and never decrease."""
 
     async def bounded(most: int) -> tuple[int, Completion, int]:
         before = case.engine.version
@@ -289,8 +289,8 @@ async def update_in_flight(case: Case) -> None:
         )
 
 
-async def update_back(case: Case) -> None:
-    """An update to an older version is refused with ``ValueError`` and changes nothing."""
+async def update_back(case: EngineCase) -> None:
+    """Check that an update to an older version is refused with ``ValueError`` without effect."""
     await case.publish(case.engine.version + 1)
     version = case.engine.version
     await _expect_refusal(case.publish(version - 1), f"version {version - 1} after {version}")
@@ -311,16 +311,16 @@ async def _expect_refusal(request: Awaitable[Any], what: str) -> None:
     raise AssertionError(f"{what} was accepted; expected ValueError")
 
 
-async def every_answer(case: Case) -> None:
-    """All completions of the other checks meet the contract that a worker enforces.
+async def every_answer(case: EngineCase) -> None:
+    """Check that all completions of the other checks meet the contract that a worker enforces.
 
-    This finds intermittent faults that the check of their rule missed.
+    This finds intermittent faults, which the check of the violated rule may miss.
     """
     kinds = list(dict.fromkeys(case.broken))
     _expect(not kinds, f"{len(case.broken)} completions break it: {'; '.join(kinds[:5])}")
 
 
-FIRST = (protocol, completion)  # the others mean nothing if these fail
+FIRST = (protocol, completion)  # the other checks are meaningless if these fail
 CHECKS = (
     *FIRST,
     *(logprobs, versions, max_tokens, greedy, stop_tokens, own_answers, concurrency, cancellation),

@@ -1,7 +1,7 @@
-"""Any causal language model family of transformers, small enough for a test.
+"""Tiny versions of any causal language model family of transformers, for tests.
 
-``tiny_family`` keeps what makes a family what it is (kinds of layers, grouped heads, latent
-attention, shared experts, groups of experts, biases, ties) and shrinks every size.
+``tiny_family`` keeps the structure of a family (kinds of layers, grouped heads, latent attention,
+shared experts, groups of experts, biases, tied embeddings) and shrinks every size.
 """
 
 import os
@@ -13,12 +13,12 @@ from primerl._common.optional import require
 
 VOCABULARY = 96
 HEADS = 4
-# Errors of other libraries' constructors and models.
+# Errors that other libraries' constructors and models raise.
 BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 RuntimeError, TypeError, ValueError)  # fmt: skip
 MAX_PARAMETERS = 4_000_000
 
-# The largest that each size may be; settings that a family lacks are left out.
+# The maximum of each size; settings that a family lacks are left out.
 _LARGEST: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "lru_width"), 64),
     **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), 64),
@@ -57,10 +57,10 @@ _LARGEST: dict[str, int] = {
     **dict.fromkeys(("hc_mult", "hc_count", "num_layers_per_stack", "max_window_layers"), 2),
     **dict.fromkeys(("ngram_vocab_size_base", "split_ngram_parts", "ple_embed_dim"), 128),
     **dict.fromkeys(("vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
-    # Windows are longer than a test's documents, and chosen keys are fewer than their tokens.
+    # Windows are longer than a test's documents, but fewer keys are chosen than documents have.
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 64),
     **dict.fromkeys(("index_topk", "indexer_budget"), 8),
-    "index_n_heads": 8,  # with few, many keys score exactly 0, and any of those may be chosen
+    "index_n_heads": 8,  # with fewer, many keys tie at a score of exactly 0
     **dict.fromkeys(("index_block_size", "index_topk_blocks"), 2),
 }
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads",
@@ -73,7 +73,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_la
 _LAYER_LISTS = ("moe_layers", "mlp_only_layers", "hybrid_layer_ids", "full_attn_idxs",
                 "cross_attention_layers", "ple_layer_ids")  # fmt: skip
 
-# Settings that configuration classes leave unset, although every released model has them.
+# Settings that configuration classes leave unset, although all released models set them.
 _UNSET: dict[str, Any] = {
     "head_dim": 16,
     "num_key_value_heads": HEADS,
@@ -92,15 +92,15 @@ _USUAL: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
-    """The configuration of a family's tiny version; of its language model, if it is multimodal.
+    """Make the configuration of a family's tiny version; if multimodal, of its language model.
 
     Args:
         source: a ``model_type``, or a model folder (its ``config.json`` is read, not its weights).
-        settings: replace the tiny ones.
+        settings: settings that override the tiny ones.
 
     Raises:
         ValueError: there is no such family or folder, it has no causal language model, or no tiny
-            version.
+            version can be made.
     """
     config = full_config(source)
     small = _shrunk(config.to_dict())
@@ -118,7 +118,7 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
 
 
 def full_config(source: str | os.PathLike[str]) -> Any:
-    """The configuration of a family's language model, in its own size.
+    """Load the configuration of a family's language model, in full size.
 
     The arguments and errors are those of ``tiny_config``.
     """
@@ -128,7 +128,7 @@ def full_config(source: str | os.PathLike[str]) -> Any:
         config = _made(transformers.AutoConfig.from_pretrained, name, trust_remote_code=False)
     elif name not in transformers.CONFIG_MAPPING:
         if folder.exists() or "/" in name or os.sep in name:
-            raise ValueError(f"{name} is no model folder: it has no config.json")
+            raise ValueError(f"{name} is not a model folder: it has no config.json")
         raise ValueError(f"transformers {transformers.__version__} knows no model_type {name!r}")
     elif transformers.CONFIG_MAPPING[name] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"transformers has no causal language model of {name}")
@@ -155,16 +155,16 @@ def _config_errors() -> tuple[type[Exception], ...]:
 
 
 def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: Any) -> Any:
-    """A family's tiny model in float32, ready to train, without dropout.
+    """Make a family's tiny model in float32, ready to train, without dropout.
 
     Parameters are drawn so that each has an effect: matrices keep the scale of their inputs, and
     norms, biases and routing biases differ from 1 and 0. A model freshly initialized by
-    transformers would pass tests that a trained one fails.
+    transformers could pass tests that a trained model fails.
 
     Args:
-        source: as for ``tiny_config``, which also raises the same.
-        seed: of the parameters; the global generator is not used.
-        settings: replace those of the tiny configuration.
+        source: as in ``tiny_config``, which raises the same errors.
+        seed: seed of the parameters; the global generator is not used.
+        settings: settings that override those of the tiny configuration.
     """
     import torch
 
@@ -190,10 +190,12 @@ def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: An
 
 
 def refuse_full_size(source: str | os.PathLike[str]) -> None:
-    """Refuse a family without a tiny version for the reason that its full-size model is refused.
+    """Refuse a family if its full-size model, built on the meta device, can't be packed.
+
+    Called for families without a tiny version, to give the better reason.
 
     Raises:
-        ValueError: as ``parallel.shard`` would.
+        ValueError: the error that ``parallel.shard`` would raise.
     """
     import torch
 
@@ -215,7 +217,7 @@ def _built(transformers: Any, config: Any, source: Any) -> Any:
 
 
 def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a configuration, shrunk."""
+    """Shrink the settings of a configuration."""
     small = {name: _smaller(name, value) for name, value in config.items()}
     for name in _HEADS:
         if isinstance(config.get(name), int):
@@ -234,7 +236,7 @@ def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer of each kind, in order; at least two."""
+    """Reduce the layers to one of each kind, in order, but at least two."""
     name = next((name for name in _LAYERS if isinstance(config.get(name), int)), None)
     if name is None:
         return {}
@@ -295,6 +297,6 @@ def _smaller(name: str, value: Any) -> Any:
 
 
 def _smaller_rotary(rope: Mapping[str, Any], name: str, value: Any) -> Any:
-    """Rotary factors for the pairs of rotated dimensions of heads of size 16."""
+    """Cut rotary factors to the number of rotated pairs of heads of size 16."""
     pairs = int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2
     return value[:pairs] if name in ("short_factor", "long_factor") else value

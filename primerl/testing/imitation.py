@@ -11,12 +11,12 @@ def imitate(
     *,
     lr: float = 3e-3,
 ) -> None:
-    """Train a model on texts and their continuations, with the packed forward pass of training.
+    """Train a model on continuations of texts, with the packed forward pass of ``loss``.
 
     Args:
         model: a causal language model.
-        tokenizer: its own; each continuation ends with its end-of-sequence token.
-        lessons: a batch of ``(text, continuation)`` for each step of AdamW.
+        tokenizer: the model's tokenizer; each continuation ends with its end-of-sequence token.
+        lessons: one batch of ``(text, continuation)`` per step of AdamW.
         lr: the learning rate.
     """
     import torch  # here, so that scripted engines don't load torch
@@ -31,7 +31,7 @@ def imitate(
         token_ids = torch.tensor([token for document in documents for token in document])
         position_ids = torch.cat([torch.arange(len(document)) for document in documents])
         logprobs = loss.model_logprobs(model, token_ids, position_ids, token_ids.roll(-1))
-        # The rows that predict a continuation: the last token before it predicts its first.
+        # A continuation's first token is predicted by the row of the token before it.
         rows = torch.cat(
             [torch.arange(len(d)) >= len(a) - 1 for a, d in zip(given, documents, strict=True)]
         )

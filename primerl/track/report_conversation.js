@@ -1,16 +1,16 @@
 "use strict";
-// A rollout as the conversation that it was: what each agent saw and said, branch by branch.
+// Shows a rollout as a conversation: what each agent saw and said, branch by branch.
 //
-// Branches share most of their messages. Each is shown from where it leaves an earlier one, and says
-// what was changed there. All text is the model's or a tool's: it is only ever set as textContent.
+// Branches share most of their messages. Each branch is shown from where it leaves an earlier branch,
+// with the changes made there. All text comes from the model or a tool, so it is only set as textContent.
 
-const SHOWN_LINES = 10, SHOWN_CHARACTERS = 1200; // of a long text, until it is asked for
-const ALIGNED = 1e6; // pairs of messages that are compared for what was edited
+const SHOWN_LINES = 10, SHOWN_CHARACTERS = 1200; // shown of a long text before it is expanded
+const ALIGNED = 1e6; // most pairs of messages that are compared to find edits
 
-// ---- which messages a branch adds, and to what ----
+// ---- the messages that a branch adds, and the branch that it adds them to ----
 
-// Branches in the order of their first own turn, with: number, turns (one for each message, or null),
-// own (index of the first message that is its own reply), base (what it leaves), changes.
+// Returns the branches in the order of their first own turn, with: number, turns (per message a turn
+// or null), own (index of the branch's first own reply), base (the branch that it leaves), changes.
 function branchesOf(conversation) {
   const seen = new Set();
   const branches = conversation.branches.map((branch, place) => {
@@ -36,7 +36,7 @@ function countedTurns(branch, messages) {
   let count = 0;
   return branch.messages.map(place => messages[place].role === "assistant" ? ++count : null);
 }
-// The earlier branch that shares the longest beginning; of several, its own agent's, and the last.
+// Returns the earlier branch with the longest shared beginning; in a tie, the same agent's, then the last.
 function baseOf(branch, earlier) {
   let [best, most] = [null, 0];
   for (const one of earlier) {
@@ -51,7 +51,7 @@ function sharedLength(a, b) {
   while (n < a.length && n < b.length && a[n] === b[n]) n++;
   return n;
 }
-// From the messages before to those of a request: [{kind: "kept" | "removed" | "added", message}].
+// Returns the edits from earlier messages to a request's: [{kind: "kept" | "removed" | "added", message}].
 function changesOf(before, after) {
   const shared = sharedLength(before, after);
   const [a, b] = [before.slice(shared), after.slice(shared)];
@@ -66,7 +66,7 @@ function changesOf(before, after) {
   }
   return changes;
 }
-// Pairs of places that hold the same, as many as there are.
+// Returns the index pairs of a longest common subsequence.
 function longestCommon(a, b) {
   const width = b.length + 1;
   const length = new Uint16Array((a.length + 1) * width);
@@ -84,8 +84,8 @@ function longestCommon(a, b) {
   }
   return pairs;
 }
-// Where the tokens of each turn are: {sequence, start, end}, by turn. Of a branch whose replies and
-// runs of trained tokens don't match, nothing is known.
+// Returns the place of each turn's tokens, {sequence, start, end}, by turn. A branch is left out if its
+// number of replies is not that of its runs of trained tokens.
 function tokensByTurn(branches, sequences) {
   const found = new Map();
   for (const sequence of sequences) {
@@ -106,7 +106,7 @@ function runsOf(mask) {
   return runs;
 }
 
-// ---- how it is shown ----
+// ---- the view ----
 
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 const range = (first, last) => first === last ? `turn ${first}` : `turns ${first}–${last}`;
@@ -133,7 +133,7 @@ function goTo(story, branch) {
 function lanes({branches, messages, ...story}) {
   const agents = [...new Set(branches.map(branch => branch.agent))];
   const last = Math.max(1, ...branches.flatMap(branch => branch.turns.map(turn => turn ?? 0)));
-  story.view.style.setProperty("--lanes", `${1.5 * agents.length + 2}rem`); // for what is scrolled to
+  story.view.style.setProperty("--lanes", `${1.5 * agents.length + 2}rem`); // keeps scroll targets below the lanes
   const map = element("nav", {className: "lanes", ariaLabel: "branches"});
   for (const agent of agents) {
     const lane = element("div", {className: "lane"});
@@ -188,7 +188,7 @@ function linkTo(story, branch, text) {
   link.addEventListener("click", () => goTo(story, branch));
   return link;
 }
-// What a branch adds to its base before its first reply: what comes after all that was known.
+// Returns the messages that a branch appends to its base before its first own reply.
 function newMessages({base, changes}) {
   if (base === null) return changes;
   const end = changes.findLastIndex(change => change.kind !== "added") + 1;
@@ -196,14 +196,14 @@ function newMessages({base, changes}) {
   const replaced = changes[end - 1]?.kind === "removed";
   return replaced && added.length > 3 ? [] : added;
 }
-// From which branch it goes on, and what was edited; null for the first one.
+// Returns a note on the branch that this one continues, and on edits; null for the first branch.
 function beginning(story, branch) {
   const {base, changes} = branch;
   if (base === null) return branch.number === 1 ? null : element("p", {className: "note", textContent: "A conversation of its own."});
   const count = kind => changes.filter(change => change.kind === kind).length;
   const [kept, removed] = [count("kept"), count("removed")];
   const end = changes.findLastIndex(change => change.kind !== "added") + 1;
-  const replaced = changes[end - 1]?.kind === "removed"; // then what follows is in its place, not new
+  const replaced = changes[end - 1]?.kind === "removed"; // then the messages after it replace it and are not new
   const added = replaced ? count("added") : changes.slice(0, end).filter(change => change.kind === "added").length;
   let text = `Goes on from branch ${base.number}, of which it has ${kept === base.messages.length ? "all" : "the first"} ${plural(kept, "message")}.`;
   if (branch.origin === "unbridged") text = `The history of branch ${base.number}, rendered anew.`;
@@ -268,7 +268,7 @@ function messageView(story, message, turn) {
   if (!reasoning && !said && !message.tool_calls) box.append(element("p", {className: "note", textContent: "empty"}));
   return box;
 }
-// Reasoning has a place of its own, or is in tags before the reply.
+// Reasoning is in reasoning_content, or in tags before the reply.
 function split(message) {
   const content = message.content.trim();
   if (message.reasoning_content) return {reasoning: message.reasoning_content.trim(), said: content};
@@ -279,7 +279,7 @@ function split(message) {
 function callView({name, arguments: text}) {
   const head = element("div", {className: "call"}, element("b", {textContent: name}));
   let values = null;
-  try { values = JSON.parse(text); } catch { /* shown as it is */ }
+  try { values = JSON.parse(text); } catch { /* not JSON: shown as it is */ }
   if (values === null || typeof values !== "object" || Array.isArray(values)) {
     if (text) head.append(longText(text, "code"));
     return head;

@@ -1,4 +1,4 @@
-"""What a run records of the rollouts that it trains."""
+"""Records of the rollouts that a run trains."""
 
 import itertools
 import math
@@ -15,14 +15,14 @@ Decode = Callable[[list[int]], str]
 
 
 class RolloutRecords:
-    """Writes a line for each trained sequence, and one for each token that it is the first to have.
+    """Writes one line per trained sequence, and one line per distinct token of all sequences.
 
     The first line of a rollout has its conversation, if the environment kept it.
 
     Args:
-        files: of the run.
-        decode: token ids to text; without it no text is recorded.
-        share: of the groups that are recorded, evenly over the run; 0 records none.
+        files: the files of the run.
+        decode: converts token ids to text; without it, no text is recorded.
+        share: the share of groups that are recorded, evenly over the run; 0 records none.
 
     Raises:
         ValueError: ``share`` is not between 0 and 1.
@@ -44,9 +44,9 @@ class RolloutRecords:
         samples: Sequence[TrainingSample],
         per_token: Sequence[Mapping[str, np.ndarray]] = (),
     ) -> None:
-        """Record the groups of a step with what ``advantage.assign`` made of them.
+        """Record the groups of a step with the samples that ``advantage.assign`` returned for them.
 
-        ``per_token`` has further arrays of each sample, or of none; later passes are left out.
+        ``per_token`` has further arrays for each sample, or is empty; later passes are left out.
         """
         arrays_of = per_token or [{} for _ in samples]
         trained = zip(samples, arrays_of, strict=False)
@@ -65,7 +65,7 @@ class RolloutRecords:
                         conversation = {}  # in the rollout's first line only
 
     def reply(self, groups: Sequence[Group]) -> tuple[str, str, float] | None:
-        """The prompt, completion and reward of one trained rollout; None if none can be read."""
+        """Return prompt, completion and reward of one trained rollout; None if there is none."""
         if self._decode is None:
             return None
         for rollout in (rollout for group in groups for rollout in group.rollouts):
@@ -127,9 +127,13 @@ def _conversation(rollout: Rollout) -> dict[str, Any]:
 def require_fit(
     samples: Sequence[TrainingSample], per_token: Sequence[Mapping[str, np.ndarray]]
 ) -> None:
-    """Raise a ValueError unless there are arrays for each sample, in each of a number of passes."""
+    """Check that ``per_token`` has arrays for each sample, in one or more passes.
+
+    Raises:
+        ValueError: the number of samples or a shape differs.
+    """
     if per_token and (not samples or len(per_token) % len(samples)):
-        raise ValueError(f"per_token is of {len(per_token)} samples; expected {len(samples)}")
+        raise ValueError(f"per_token is for {len(per_token)} samples; expected {len(samples)}")
     for sample, arrays in zip(itertools.cycle(samples), per_token, strict=False):
         for name, array in arrays.items():
             if np.shape(array) != sample.token_ids.shape:
@@ -140,13 +144,13 @@ def require_fit(
 
 
 def rounded(array: np.ndarray) -> list[float | None]:
-    """As JSON has it, which has no NaN."""
+    """Round the numbers to 6 digits; replace NaN and infinity by None, as JSON has neither."""
     numbers = np.round(np.asarray(array, np.float64), 6).tolist()
     return [number if math.isfinite(number) else None for number in numbers]
 
 
 def text_of(token: int, decode: Decode) -> str:
-    """A token's own text, with the space before it that many tokenizers drop at the beginning."""
+    """Return a token's text, with the leading space that many tokenizers drop at the beginning."""
     alone = decode([token])
     twice = decode([token, token])
     return twice[len(alone) :] if twice.startswith(alone) else alone

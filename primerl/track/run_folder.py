@@ -1,6 +1,6 @@
-"""A run's folder: claimed by one process, resumed without losing what is there.
+"""The folder of a run, written by one process at a time and resumed without losing records.
 
-Its files are JSON, or have a line of JSON for each record.
+Its files are JSON, or have one line of JSON per record.
 """
 
 import fcntl
@@ -15,8 +15,8 @@ from typing import Any, TextIO
 from primerl._common.files import sync_folder, whole_or_nothing
 
 ARGS, SUMMARY, METRICS, ROLLOUTS = "args.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"
-TOKENS = "tokens.jsonl"  # a line [id, text] for each token of the rollouts
-REPORT = "report.html"  # made of the others, at any time
+TOKENS = "tokens.jsonl"  # one line [id, text] per distinct token of the rollouts
+REPORT = "report.html"  # can be written from the other files at any time
 FINAL, CHECKPOINTS = "final", "checkpoints"  # written by other packages
 FILES = (ARGS, SUMMARY, METRICS, ROLLOUTS, TOKENS, FINAL, CHECKPOINTS)
 
@@ -24,8 +24,8 @@ FILES = (ARGS, SUMMARY, METRICS, ROLLOUTS, TOKENS, FINAL, CHECKPOINTS)
 class RunFolder:
     """The files of one run.
 
-    Nothing is written before ``claim``; and of a run that is resumed, nothing before ``resume``.
-    ``state`` is what ``Run.state`` returned, if the run is resumed.
+    Nothing is written before ``claim``, and nothing of a resumed run before ``resume``. ``state``
+    is what ``Run.state`` returned, if the run is resumed.
     """
 
     def __init__(self, path: Path, *, state: Mapping[str, Any] | None) -> None:
@@ -33,7 +33,7 @@ class RunFolder:
         self._ends: dict[str, int] = {}
         self._open: tuple[TextIO, ...] = ()
         if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is no folder; choose another name for the run's")
+            raise ValueError(f"{path} is no folder; choose another name for the run's folder")
         if state is None:
             self._require_new()
         else:
@@ -52,21 +52,21 @@ class RunFolder:
             self._ends[name], found = _end_of_steps(self.path / name, steps)
             if name == METRICS and found != steps:
                 raise ValueError(
-                    f"{self.path / name} has lines of {found} steps, and the run's state is of "
+                    f"{self.path / name} has lines of {found} steps, but the run's state has "
                     f"{steps}: it is not the folder of this run"
                 )
 
     def require_steps_left(self, resumed: int, planned: int) -> None:
-        """Refuse a run that is finished, or resumed after more steps than are planned now."""
+        """Refuse a run that is finished, or that is past the number of planned steps."""
         require_unfinished(self.path, planned)
         if resumed > planned:
             raise ValueError(
                 f"{self.path} is resumed after step {resumed}, but only {planned} steps are "
-                "planned; plan more (--steps)"
+                "planned; give a larger --steps"
             )
 
     def claim(self, values: Mapping[str, Any]) -> None:
-        """Make a new run's files, or take hold of those of a run that is resumed."""
+        """Lock the run for this process, and create the files of a new run."""
         new = not self._ends
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -88,8 +88,8 @@ class RunFolder:
     def resume(self, values: Mapping[str, Any]) -> None:
         """Begin to write a run that is resumed.
 
-        Lines of later steps are moved to ``before-resume-NNN/``, where the arguments and the
-        summary are kept, too. A process that is killed on the way leaves a run that can be resumed.
+        Lines of later steps move to ``before-resume-NNN/``, and the arguments and the summary are
+        copied there. If the process is killed meanwhile, the run can still be resumed.
         """
         kept = fresh_folder(self.path / "before-resume")
         for name, end in self._ends.items():
@@ -100,7 +100,7 @@ class RunFolder:
         write_json(self.path / ARGS, values)
 
     def sync(self) -> None:
-        """Put the records on the disk, where they survive a power failure."""
+        """Sync the records to disk, so that they survive a power failure."""
         for file in self._open:
             file.flush()
             os.fsync(file.fileno())
@@ -108,7 +108,7 @@ class RunFolder:
             sync_folder(self.path)
 
     def close(self) -> None:
-        """Let another process have the run."""
+        """Close the files, so that another process can claim the run."""
         self._open = ()
         self.tokens.close()
         self.rollouts.close()
@@ -116,7 +116,7 @@ class RunFolder:
 
 
 def require_unfinished(folder: Path, planned: int) -> None:
-    """Refuse to resume a run that is finished, unless more steps are ``planned`` than it took."""
+    """Refuse to resume a finished run, unless more steps are ``planned`` than it took."""
     path = folder / SUMMARY
     summary = read_json(path) if path.exists() else {}
     taken = summary.get("steps")
@@ -129,13 +129,13 @@ def require_unfinished(folder: Path, planned: int) -> None:
 
 
 def require_arguments(folder: Path, values: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse to resume a run with other ``fixed`` arguments than it was begun with."""
+    """Refuse to resume a run whose ``fixed`` arguments differ from those it was begun with."""
     begun = read_json(folder / ARGS)
     for name in fixed:
         if name not in begun or name not in values:
             raise ValueError(
-                f"{folder} is no run of this script: {name} is only in one of {folder / ARGS} and "
-                "the arguments now"
+                f"{folder} is no run of this script: {name} is missing either in {folder / ARGS} "
+                "or among the arguments given now"
             )
         now = json.loads(json.dumps(values[name], default=str))
         if now != begun[name]:
@@ -146,7 +146,7 @@ def require_arguments(folder: Path, values: Mapping[str, Any], fixed: Iterable[s
 
 
 def fresh_folder(prefix: Path) -> Path:
-    """Make the next free folder ``PREFIX-NNN``."""
+    """Create the next free folder ``PREFIX-NNN`` and return its path."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -160,24 +160,24 @@ def fresh_folder(prefix: Path) -> Path:
 
 
 def write_line(file: TextIO, record: Any) -> None:
-    """Add a line of JSON to a file."""
+    """Append a record as a line of JSON to a file."""
     file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file, all or nothing."""
+    """Write a JSON file atomically."""
     with whole_or_nothing(path) as file:
         file.write((json.dumps(value, indent=2, default=str) + "\n").encode())
 
 
 def plain(value: Any) -> Any:
-    """A tensor or numpy number as Python's own; a number that JSON lacks as null."""
+    """Convert a tensor or numpy number to Python's; replace NaN and infinity by None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, and the line; not the last one, if a process died while it wrote."""
+    """Yield the start of each line and the line, except a last one that is incomplete."""
     if not path.is_file():
         return
     start = 0
@@ -189,7 +189,7 @@ def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's mapping; an error that names the file if it is missing, or has something else."""
+    """Return the mapping in a JSON file; raise a ValueError that names the file if it has none."""
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path} is missing")
     try:
@@ -202,12 +202,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_lines(path: Path, *, new: bool) -> TextIO:
-    # A whole line at a time; half of a surrogate pair, which a model may write, becomes "?".
+    # Line buffering writes whole lines. A lone surrogate, which a model may write, becomes "?".
     return path.open("x" if new else "a", encoding="utf-8", errors="replace", buffering=1)
 
 
 def lock(file: TextIO) -> None:
-    """Keep other processes from locking a file, until it is closed or this process ends."""
+    """Lock a file against other processes, until it is closed or this process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -220,9 +220,9 @@ def lock(file: TextIO) -> None:
 
 
 def _end_of_steps(path: Path, steps: int) -> tuple[int, int]:
-    """Where the lines of the first steps end, in bytes, and how many steps they are of."""
+    """Return where the lines of the first ``steps`` steps end, in bytes, and the step count."""
     if path.is_symlink() or not path.is_file():
-        raise ValueError(f"{path} is missing; the run's state has {steps} steps of it")
+        raise ValueError(f"{path} is missing; the run's state has {steps} steps in it")
     end = 0
     seen = set()
     with path.open("rb") as file:
@@ -248,7 +248,7 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
 
 
 def _move_tail(path: Path, end: int, target: Path) -> None:
-    """Move what a file holds after its first ``end`` bytes into a new file, if it holds more."""
+    """Move everything after a file's first ``end`` bytes into a new file."""
     if path.stat().st_size <= end:
         return
     with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""A run: one folder with everything that is worth keeping."""
+"""The record of a run: one folder with its arguments, metrics, rollouts, outcome and report."""
 
 import math
 import os
@@ -29,14 +29,14 @@ from primerl.track.run_folder import (
 from primerl.track.sinks import Sink
 from primerl.types import Group, Rollout, TrainingSample
 
-# Averaged over a run's tokens: with router replay, if it is used, and without.
+# Averaged over a run's tokens; the second without router replay, if replay is used.
 MISMATCHES = ("mismatch_kl", "mismatch_kl_own_routes")
 OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mismatch_kl_mean")
-# Totals that become a rate per second, and those that become the step's own share.
+# RATES are totals recorded as a rate per second; SHARES, as their growth in the step.
 RATES = ("rollout_tokens",)
 SHARES = ("trainer_wait_s", "rollout_wait_s", "evaluation_wait_s")
 GAUGES = ("loop_lag_p99_s",)
-CUT_SHORT = ("length", "context")  # how rollouts end that had no room for more
+CUT_SHORT = ("length", "context")  # stop reasons of rollouts that ran out of tokens or context
 
 
 class Run:
@@ -48,40 +48,43 @@ class Run:
                 run.log(step, groups, samples, totals=rollouts.stats(), metrics={"loss": loss})
             run.finish()
 
-    - ``args.json``: what the run was asked to do.
-    - ``metrics.jsonl``: a line for each step, with an ``alarm`` while ``gate`` has one.
+    - ``args.json``: the arguments.
+    - ``metrics.jsonl``: one line per step, with the ``alarm`` of ``gate``, if it has one.
     - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays, and the
       conversation of its rollout, if it has one; ``tokens.jsonl``: the text of each token.
-    - ``summary.json``: the outcome, also of a run that failed or was killed, whose ``error`` says
-      so and which is not ``finished``; null where a metric does not apply.
-      What is put into ``summary`` before appears there, too.
-    - ``report.html``: curves and rollouts, for a browser; ``python -m primerl.track FOLDER`` makes
-      it of a run that has not ended or was killed.
-    - ``final/``, for the trained model: ``final_folder``.
+    - ``summary.json``: the outcome; null where a metric does not apply. A run that failed or was
+      killed also has one: it has an ``error`` and is not ``finished``. Entries that are put into
+      the attribute ``summary`` during the run appear there, too.
+    - ``report.html``: curves and rollouts, for a browser. ``python -m primerl.track FOLDER`` writes
+      it for a run that is still running or was killed.
+    - ``final/``: the trained model; see ``final_folder``.
 
-    Making a ``Run`` only checks; entering it claims the folder for this process. With ``state``, a
-    run is resumed: nothing in its folder changes before the first ``log``, so that a checkpoint can
-    be loaded in between, on all ranks. Then what the state doesn't cover (lines of later steps, and
-    the earlier ``args.json`` and ``summary.json``) moves to ``before-resume-NNN/``.
+    Creating a ``Run`` only checks; entering it claims the folder for this process. With ``state``,
+    a run is resumed: nothing in its folder changes before the first ``log``, so that a checkpoint
+    can be loaded in between, on all ranks. Then records that the state doesn't cover (lines of
+    later steps, and the earlier ``args.json`` and ``summary.json``) move to
+    ``before-resume-NNN/``.
 
     Args:
-        folder: is made; must not hold another run, unless ``state`` is given. By
-            default the next free ``runs/NAME-NNN``.
-        args: an attrs value or a mapping.
-        decode: token ids to text.
+        folder: the run's folder, which is created. It must not hold another run, unless ``state``
+            is given. By default the next free ``runs/NAME-NNN``.
+        args: the arguments, an attrs value or a mapping.
+        decode: converts token ids to text.
         record_rollouts: the share of groups whose rollouts are recorded; 0 for none.
-        sinks: functions ``(step, metrics) -> None``. One with a method ``show_reply(prompt,
-            completion, reward)`` is shown a reply of each step before, if there is ``decode``.
+        sinks: functions ``(step, metrics) -> None``. If ``decode`` is given, a sink with a method
+            ``show_reply(prompt, completion, reward)`` gets one reply of each step before its
+            metrics.
         gate: watches ``mismatch_kl``.
         state: what ``Run.state`` returned, to resume that run in its folder.
-        steps: how many are planned; needed to tell a resumed run that is finished.
+        steps: the number of planned steps, which tells whether a resumed run is finished.
         fixed: names of the ``args`` that a resumed run must keep.
-        name: of the script: a run is resumed by the one that began it. By default the name of the
-            running script.
+        name: the script's name, by default that of the running script. Only the script that began
+            a run can resume it.
 
     Raises:
-        ValueError: the folder holds a run; or, with ``state``, it isn't that run's, the run is
-            finished or was begun with other arguments. On entering: another process writes there.
+        ValueError: the folder holds a run; or, with ``state``, it is not that run's folder, or the
+            run is finished or was begun with other arguments. On entering: another process writes
+            there.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Run:
                 self._files.require_steps_left(state["steps"], steps)
         known = state or {}
         self.staleness: Counter[int] = Counter(dict(known.get("staleness", ())))
-        """Trained tokens by staleness, over the run."""
+        """Number of trained tokens by staleness, over the run."""
         self.summary: dict[str, Any] = dict.fromkeys(OUTCOME) | known.get("summary", {})
         self.summary["finished"] = False
         self._rollouts = RolloutRecords(self._files, decode=decode, share=record_rollouts)
@@ -129,12 +132,12 @@ class Run:
 
     @property
     def final_folder(self) -> Path | None:
-        """Where the trained model goes; None on ranks other than 0."""
+        """The folder for the trained model; None on ranks other than 0."""
         return self.folder / FINAL
 
     def _require_same_script(self, state: Mapping[str, Any]) -> None:
         if not isinstance(state.get("steps"), int):
-            raise ValueError("state has no steps; expected what Run.state returned")
+            raise ValueError("state has no steps; expected the value that Run.state returned")
         if state.get("name") != self._name:
             raise ValueError(
                 f"{self.folder} is a run of {state.get('name')}, and this is {self._name}; resume "
@@ -158,7 +161,7 @@ class Run:
             write_json(self.folder / SUMMARY, self.summary)
             try:
                 write_report([self.folder])
-            except (OSError, ValueError) as problem:  # which would hide the error of the run
+            except (OSError, ValueError) as problem:  # raising would hide the run's error
                 sys.stderr.write(f"{self.folder} has no report: {problem}\n")
         self._files.close()
         for sink in self._sinks:
@@ -173,7 +176,7 @@ class Run:
             self._writes = True
 
     def _write_unended(self) -> None:
-        """The summary that stays if this process is killed."""
+        """Write the summary that remains if this process is killed."""
         unended = self.summary | {"error": "the run has not ended, or its process was killed"}
         write_json(self.folder / SUMMARY, unended)
 
@@ -182,10 +185,10 @@ class Run:
         return self._earlier_s + time.perf_counter() - self._began
 
     def state(self) -> dict[str, Any]:
-        """What ``Run(folder, state=)`` needs to resume from here; in JSON's types.
+        """Return the state from which ``Run(folder, state=)`` resumes, in JSON's types.
 
-        The records are put on the disk first: a checkpoint with this state must not be ahead of
-        them after a power failure.
+        The records are synced to disk first, so that after a power failure a checkpoint with this
+        state is not ahead of them.
         """
         self._files.sync()
         return {
@@ -214,20 +217,20 @@ class Run:
 
         Args:
             step: the version of the weights that the batch was applied to.
-            groups: that were trained; None in supervised training, which has none.
-            samples: what ``advantage.assign`` made of them.
-            metrics: further numbers, under their own names. ``mismatch_kl`` is watched for an
-                alarm, and averaged over the run by ``mismatch_tokens`` (``loss.Statistics``), as is
-                ``mismatch_kl_own_routes``, what it would be without router replay.
-                Without groups, ``tokens`` is the number that throughput is computed from.
-            totals: running totals, as ``Worker.stats`` gives them; their growth since the last
-                step is recorded, that of groups dropped as ``dropped/REASON``.
-            per_token: further arrays ``[t]`` of each sample by name, which its record gets; of
-                several passes over the samples, those of the first. The report shows ``logprobs``,
-                those of the trainer, and ``entropy``.
+            groups: the trained groups; None in supervised training, which has no groups.
+            samples: the training samples that ``advantage.assign`` returned for the groups.
+            metrics: further numbers, recorded under their own names. ``mismatch_kl`` is watched for
+                an alarm, and averaged over the run, weighted by ``mismatch_tokens``
+                (``loss.Statistics``). ``mismatch_kl_own_routes``, its value without router replay,
+                is averaged, too. Without groups, throughput is computed from ``tokens``.
+            totals: running totals, as ``Worker.stats`` returns them. Their growth since the last
+                step is recorded; that of dropped groups as ``dropped/REASON``.
+            per_token: further arrays ``[t]`` by name for each sample, recorded with it; if there
+                are several passes over the samples, those of the first pass. The report shows
+                ``logprobs`` (the trainer's) and ``entropy``.
 
         Raises:
-            ValueError: ``per_token`` is not of these samples. Nothing is recorded.
+            ValueError: ``per_token`` does not fit the samples. Nothing is recorded.
         """
         require_fit(samples, per_token)
         self._begin_writing()
@@ -272,10 +275,10 @@ class Run:
         return line
 
     def log_evaluation(self, step: int, rollouts: Sequence[Rollout]) -> None:  # noqa: ARG002
-        """Record the mean reward of evaluation rollouts; of none, nothing.
+        """Record the mean reward of evaluation rollouts; without rollouts, record nothing.
 
-        It is ``evaluation`` in the next step's metrics. The summary has the first one of the run as
-        ``eval_before``, and the last as ``eval_after``.
+        It becomes ``evaluation`` in the next step's metrics. The summary has the run's first mean
+        as ``eval_before``, and the last as ``eval_after``.
 
         Args:
             step: the version of the weights that sampled.
@@ -288,13 +291,13 @@ class Run:
         self.summary["eval_before" if first else "eval_after"] = self._evaluation
 
     def finish(self, **summary: Any) -> None:
-        """Record that all steps were taken, and further entries of the summary."""
+        """Record that all steps were taken, together with further entries of the summary."""
         self._begin_writing()
         self.summary |= {name: plain(value) for name, value in summary.items()}
         self.summary["finished"] = True
 
     def report(self) -> str:
-        """The outcome in a few lines: evaluation, staleness, mismatch, folder."""
+        """Return the outcome in a few lines: evaluation, staleness, mismatch, folder."""
         rows = []
         if not self._supervised or self.summary["eval_before"] is not None:
             outcome = _arrow(self.summary["eval_before"], self.summary["eval_after"])
@@ -313,9 +316,9 @@ class Run:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def _rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """The share of rollouts that ended for each reason, and the mean of each of their metrics.
+        """Return the share of rollouts for each stop reason, and the mean of each rollout metric.
 
-        A reason that some step had has a share in every step after it.
+        Once a reason has occurred in a step, every later step has its share, which may be 0.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
@@ -341,7 +344,7 @@ class Run:
         return grown
 
     def _watch_mismatch(self, metrics: Mapping[str, Any]) -> str | None:
-        """Add to the run's means; returns the alarm, while there is one."""
+        """Add a step to the run's means; return the alarm, if there is one."""
         self._gate = self._gate.after(metrics.get("mismatch_kl"))
         tokens = metrics.get("mismatch_tokens", 0)
         for name in MISMATCHES:
@@ -354,7 +357,7 @@ class Run:
 
 
 class IdleRun:
-    """The run on ranks other than 0: does nothing, so that a loop needs no test of its rank."""
+    """The run on ranks other than 0: does nothing, so a training loop need not test its rank."""
 
     folder = None
     final_folder = None
@@ -366,7 +369,7 @@ class IdleRun:
         pass
 
     def state(self) -> None:
-        """Nothing: rank 0 saves."""
+        """Return None; only rank 0 saves a state."""
 
     def log(self, step: int, groups: object = None, samples: object = (), **more: object) -> None:
         """Record nothing."""
@@ -378,7 +381,7 @@ class IdleRun:
         """Record nothing."""
 
     def report(self) -> str:
-        """Nothing to report."""
+        """Return no text."""
         return ""
 
 

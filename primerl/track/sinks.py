@@ -1,4 +1,4 @@
-"""Sinks: where metrics go besides the run's own files. A sink is a function."""
+"""Sinks, functions that receive a run's metrics besides the run's own files."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -9,15 +9,15 @@ import attrs
 from primerl._common.optional import require
 
 Sink = Callable[[int, Mapping[str, Any]], None]
-"""Where metrics go: ``(step, metrics) -> None``."""
+"""A function ``(step, metrics) -> None`` that receives the metrics of each step."""
 
 
 def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
-    """A sink that logs numbers to Weights & Biases.
+    """Return a sink that logs numbers to Weights & Biases.
 
     Args:
         project: the W&B project; None for a sink that does nothing.
-        args: of the run, an attrs value or a mapping: W&B's ``config``.
+        args: the run's arguments, an attrs value or a mapping, which become W&B's ``config``.
         init: other arguments of ``wandb.init`` (https://docs.wandb.ai/ref/python/init), such as
             ``mode="offline"``.
     """
@@ -35,10 +35,10 @@ def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
 
 
 def tensorboard_sink(folder: str | os.PathLike[str] | None, **writer: Any) -> Sink:
-    """A sink that writes numbers for TensorBoard: ``tensorboard --logdir FOLDER`` shows them.
+    """Return a sink that writes numbers for ``tensorboard --logdir FOLDER``.
 
     Args:
-        folder: for the event files; None for a sink that does nothing.
+        folder: the folder of the event files; None for a sink that does nothing.
         writer: other arguments of ``tensorboardX.SummaryWriter``
             (https://tensorboardx.readthedocs.io/en/latest/tensorboard.html), such as
             ``flush_secs=10``.
@@ -55,11 +55,11 @@ def tensorboard_sink(folder: str | os.PathLike[str] | None, **writer: Any) -> Si
 
 
 def trackio_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
-    """A sink that logs numbers to Trackio, on this computer: ``trackio show`` shows them.
+    """Return a sink that logs numbers to Trackio on this computer; ``trackio show`` shows them.
 
     Args:
-        project: the project; None for a sink that does nothing.
-        args: of the run, an attrs value or a mapping: Trackio's ``config``.
+        project: the Trackio project; None for a sink that does nothing.
+        args: the run's arguments, an attrs value or a mapping, which become Trackio's ``config``.
         init: other arguments of ``trackio.init``
             (https://huggingface.co/docs/trackio/api#trackio.init), such as ``name="first"``.
     """
@@ -71,7 +71,7 @@ def trackio_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
         numbers = _numbers(metrics)
-        own = ("step", "time")  # Trackio's own names, for what it records anyway
+        own = ("step", "time")  # names that Trackio reserves, for values it records itself
         run.log({name: numbers[name] for name in numbers if name not in own}, step=step)
 
     return _ClosingSink(log, run.finish)

@@ -1,4 +1,4 @@
-"""Publishing weights from the trainer into running engines, verified on arrival."""
+"""Transports that publish the trainer's weights to running engines, and their verification."""
 
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.disk import Disk

@@ -1,4 +1,4 @@
-"""A transport whose publications are checked by a canary."""
+"""``VerifiedTransport``, which checks publications with a canary, and ``transport_to``."""
 
 import logging
 import os
@@ -24,31 +24,33 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class HoldsRollouts(Protocol):
-    """The rollout worker, which holds what a version sampled until the version is verified."""
+    """A rollout worker that holds the rollouts of a version back until the version is verified."""
 
     def mark_version(self, version: int, *, verified: bool) -> None:
-        """Release what ``version`` sampled, or drop it."""
+        """Release the rollouts of ``version`` if it is ``verified``, or else drop them."""
         ...
 
 
 class VerifiedTransport:
-    """A transport whose versions are provisional until the canary has passed.
+    """A transport whose versions are provisional until a canary has passed.
 
         transport = weights.VerifiedTransport(
             transport, weights.Canary(model, engine), worker=rollouts
         )
         receipt = transport.publish(version)
 
-    The worker holds what was sampled meanwhile, and drops it if the canary fails. The same version
-    is then published again, at most ``retries`` times, before ``publish`` raises. All ranks of a
-    sharded trainer publish; rank 0 has the worker.
+    Until then, the worker holds back the rollouts that were sampled with the version. If the canary
+    fails, the worker drops them, and the same version is published again, at most ``retries``
+    times, before ``publish`` raises. All ranks of a sharded trainer call ``publish``; only rank 0
+    has the worker.
 
     Args:
-        transport: that publishes.
-        canary: of the same model and engine.
-        worker: that is told whether a version passed; None on other ranks.
-        wiring_test: whether the first publication tests that each group of tensors reaches the
-            engines (``weights.wiring_test``): one publication for each group, and one more, once.
+        transport: publishes the weights.
+        canary: checks the same model and engine.
+        worker: is notified whether a version passed; None on ranks other than 0.
+        wiring_test: whether to run ``weights.wiring_test`` before the first publication, to test
+            that each group of tensors reaches the engines. It takes one publication per group, and
+            one more.
         retries: how often a version that fails is published again.
     """
 
@@ -68,10 +70,10 @@ class VerifiedTransport:
         self._retries = retries
 
     def publish(self, version: int) -> Receipt:
-        """Put the weights of ``version`` into every engine; returns when a canary has passed.
+        """Load the weights of ``version`` into every engine; return once the canary has passed.
 
         Raises:
-            RuntimeError: they did not arrive, or the canary failed after each retry too.
+            RuntimeError: the weights did not arrive, or the canary failed after every retry too.
         """
         report("publishing", f"version {version}")
         if self._test_wiring_first:
@@ -86,7 +88,7 @@ class VerifiedTransport:
                 return on_all_ranks(attrs.evolve(receipt, seconds=seconds, canary=verdict.metrics))
             if retries_left and is_first_rank():
                 log.warning("version %d failed the canary and is published again", version)
-        raise RuntimeError(f"the engines do not serve what was published: {verdict.reason}")
+        raise RuntimeError(f"the engines do not serve the published weights: {verdict.reason}")
 
     def _test_wiring(self, version: int) -> None:
         # Engines serve perturbed weights meanwhile, so the worker must not start a rollout.
@@ -117,43 +119,48 @@ def transport_to(
     publish: Literal["merged", "adapter"] = "merged",
     adapter: str = "default",
 ) -> SharedMemory | Disk | Adapter | VerifiedTransport:
-    """The usual transport: shared memory or a folder, and a canary if the engine can be probed.
+    """Return the usual transport for an engine, with a canary if the engine can be probed.
 
         transport = weights.transport_to(model, engine, worker=rollouts)
         receipt = transport.publish(0)
         run.log(..., metrics=receipt.metrics)
 
-    An engine in this process copies from the trainer's own tensors, and nothing is probed; servers
-    (``serving.VLLMEngine``) get a ``VerifiedTransport``.
+    For servers (``serving.VLLMEngine``) the transport is a ``VerifiedTransport``. An engine in this
+    process copies the trainer's own tensors, so it needs no canary.
 
     Args:
-        model: the trainer's.
-        engine: that serves it; None on ranks other than 0.
+        model: the trainer's model.
+        engine: the engine that serves the model; None on ranks other than 0.
         worker: see ``VerifiedTransport``.
-        folder: on a filesystem that the servers' hosts share; None for this host's memory.
+        folder: a folder on a file system that the servers' hosts share; None for this host's shared
+            memory.
         encoding: ``"full"`` or ``"delta"``.
-        dtype: of parameters on the wire; by default what the servers compute in.
-        quantize: for servers of a quantized checkpoint: ``fp8.CheckpointQuantizer``; with either
-            encoding, and in the canary.
-        temperature: of the rollouts, see ``Canary``.
-        wiring_test: see ``VerifiedTransport``; off by default, because it publishes the model once
-            for each group of tensors, hundreds of GB for a model of 30B parameters.
-        publish: ``"merged"``, the weights with low-rank adapters added to them, or ``"adapter"``,
-            one adapter alone, to an engine that samples under an adapter (see ``Adapter``).
-        adapter: its name in the model.
+        dtype: the dtype in which parameters are sent; by default the dtype that the servers compute
+            in.
+        quantize: ``fp8.CheckpointQuantizer``, for servers of a quantized checkpoint; works with
+            both encodings and with the canary.
+        temperature: the sampling temperature of rollouts, see ``Canary``.
+        wiring_test: see ``VerifiedTransport``. Off by default, because it publishes the model once
+            per group of tensors: hundreds of GB for a model of 30B parameters.
+        publish: ``"merged"`` to send the weights with low-rank adapters merged into them, or
+            ``"adapter"`` to send only one adapter, to an engine that samples under an adapter (see
+            ``Adapter``).
+        adapter: the adapter's name in the model.
 
     Raises:
-        ValueError: an argument is out of range, or rank 0 has no engine, or one that does not take
-            what ``publish`` says.
-        RuntimeError: a server can't be sent weights: it takes adapters, or moves experts between
-            devices.
+        ValueError: an argument is out of range, rank 0 has no engine, or its engine can't receive
+            the kind of weights that ``publish`` selects.
+        RuntimeError: a server can't be sent weights, because it takes adapters, moves experts
+            between devices or has padded experts.
     """
     if publish not in ("merged", "adapter"):
         raise ValueError(f'publish={publish!r}; expected "merged" or "adapter"')
     if publish == "adapter" and encoding != "full":
-        raise ValueError(f"encoding={encoding!r} is of merged weights; adapters are sent whole")
+        raise ValueError(f'encoding={encoding!r} needs publish="merged"; adapters are sent whole')
     if publish == "adapter" and quantize is not None:
-        raise ValueError("quantize= is of whole models; adapters are sent in 16 or 32 bits")
+        raise ValueError(
+            'quantize= needs publish="merged"; adapters are sent in 16 or 32 bits, not quantized'
+        )
     served = on_first_rank(lambda: _served_dtype(engine, merged=publish == "merged"))
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
@@ -180,7 +187,10 @@ def transport_to(
 
 
 def _served_dtype(engine: Any, *, merged: bool) -> str | None:
-    """What servers compute in, once they said that they can be sent weights; else None."""
+    """Check that servers can be sent weights; return the dtype that they compute in.
+
+    Returns None for an engine in this process.
+    """
     if not hasattr(engine, "probe"):
         return None
     if merged and hasattr(engine, "check_reloads"):

@@ -1,21 +1,22 @@
-# The mechanics of a Slurm job whose first nodes train, by torchrun, and whose other nodes each serve
-# the policy, by vLLM. The job files beside this one set TRAIN_NODES and run_dir, source it, and call
+# Shell functions for a Slurm job whose first nodes train, with torchrun, and whose other nodes each
+# run a vLLM server of the policy. The job files in this folder set TRAIN_NODES and run_dir, source
+# this file, and call
 #
-#   serve MODEL [flags of vLLM]      returns once every server answers, with their addresses in urls
-#   train SCRIPT [its flags]         ends the job with the trainer's exit code
+#   serve MODEL [flags of vLLM]      start the servers, wait until all answer, and set urls
+#   train SCRIPT [its flags]         run the trainer, and end the job with its exit code
 #
-# The job fails as soon as a server ends. On SIGTERM and Ctrl-C, the trainer is told first: it saves
-# after its step, for which it may need the servers.
+# The job fails as soon as a server ends. On SIGTERM and Ctrl-C, the trainer is stopped first: it
+# saves a checkpoint after its step, and may need the servers to finish the step.
 
 # shellcheck shell=bash
-# shellcheck disable=SC2154 # run_dir is the job file's
+# shellcheck disable=SC2154 # the job file sets run_dir
 
 fail() {
     echo "${SLURM_JOB_NAME:-job}: $1" >&2
     exit 1
 }
 
-# A server's last lines say why it ended: vLLM's error, or what primerl refuses.
+# The last lines of a server's log say why it ended: an error of vLLM, or a refusal of primerl.
 fail_for_servers() {
     tail --quiet --lines=4 "$run_dir"/logs/server-*.log >&2 2>/dev/null || true
     fail "$1: $run_dir/logs"
@@ -32,14 +33,14 @@ urls=()
 for node in "${servers[@]}"; do urls+=("http://$node:$port"); done
 mkdir -p "$run_dir/logs"
 
-# Only those who know the key may use the servers. It travels by srun's environment, as command
-# lines can be read by everyone on a node.
+# The servers accept only requests with this key. srun passes it through the environment, since
+# every user of a node can read command lines.
 if [[ -z ${PRIMERL_API_KEY:-} ]]; then
     PRIMERL_API_KEY=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 fi
 export PRIMERL_API_KEY
 
-# In the background: the same command on each node of a part, by one srun.
+# on PART COMMAND: run the command on each node of a part (trainers or servers). Call it with &.
 on() {
     local -n part=$1
     shift
@@ -51,7 +52,7 @@ serving='' training=''
 finish() {
     local code=$?
     trap - EXIT TERM INT
-    # srun passes the signal on to its tasks; Slurm ends what is left when this script ends.
+    # srun forwards the signal to its tasks. Slurm kills remaining processes when this script ends.
     for part in $training $serving; do
         kill -TERM "$part" 2>/dev/null || true
         wait "$part" || true

@@ -87,7 +87,7 @@ def test_a_load_that_is_refused_changes_nothing_on_the_disk(found):
     for rank in found:
         refused = rank["misfits"]["new_run"]
         assert refused.startswith("ValueError: rank 0: ")
-        assert "holds checkpoints already, the last one step-00000002; resume" in refused
+        assert "already holds checkpoints, up to step-00000002; resume" in refused
         assert rank["misfits"]["unchanged"]
 
 

@@ -240,7 +240,7 @@ def test_the_last_reply_alone():
         {"role": "user", "content": "2 + 2?"},
         {"role": "assistant", "content": "<think>\nTwo twos.\n</think>\n\n4"},
     ]
-    with pytest.raises(ValueError, match=r"messages\[3\] otherwise.*replies='last'"):
+    with pytest.raises(ValueError, match=r"messages\[3\] differently.*replies='last'"):
         sample_of("qwen3", {"messages": messages})
     sample, tokenizer = sample_of("qwen3", {"messages": messages}, replies="last")
     assert trained_texts(sample, tokenizer) == ["<think>\nTwo twos.\n</think>\n\n4<|im_end|>"]
@@ -250,9 +250,9 @@ def test_the_last_reply_alone():
 @pytest.mark.parametrize(
     ("name", "kind", "reason"),
     [
-        ("gemma", "system", "refuses these messages: System role not supported"),
-        ("qwen3", "chat", r"before messages\[3\] otherwise.*<think>"),
-        ("gptoss", "chat", r"before messages\[3\] otherwise.*return\|>.*end\|>"),
+        ("gemma", "system", "raised an error for these messages: System role not supported"),
+        ("qwen3", "chat", r"before messages\[3\] differently.*<think>"),
+        ("gptoss", "chat", r"before messages\[3\] differently.*return\|>.*end\|>"),
         ("llama3", "tools", r"leaves 'add' of messages\[1\] out of the reply"),
         ("lfm2", "tools", r"leaves 'add' of messages\[1\] out of the reply"),
         ("smolvlm", "chat", r"leaves 'Hello.' of messages\[1\] out of the reply"),
@@ -284,7 +284,7 @@ def test_a_prompt_that_changes_with_the_reply_is_refused():
         "{% if add_generation_prompt %}<assistant><think>{% endif %}"
     )
     tokenizer = byte_tokenizer(["<end>"], template)
-    with pytest.raises(ValueError, match=r"prompt of messages\[1\] otherwise.*'<think>' became"):
+    with pytest.raises(ValueError, match=r"prompt of messages\[1\] differently.*'<think>' became"):
         data.training_sample({"messages": CHAT}, tokenizer, max_tokens=1000)
 
 
@@ -296,7 +296,7 @@ def test_a_reply_that_nothing_stops_is_refused():
 
 def test_a_stop_token_inside_a_reply_is_refused():
     messages = [CHAT[0], {"role": "assistant", "content": "One.<|im_end|>Two."}]
-    with pytest.raises(ValueError, match=r"messages\[1\] has the stop token '<\|im_end\|>' inside"):
+    with pytest.raises(ValueError, match=r"messages\[1\] contains the stop token '<\|im_end\|>'"):
         sample_of("qwen2_5", {"messages": messages})
 
 

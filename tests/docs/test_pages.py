@@ -13,6 +13,7 @@ import primerl
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))]
+API_PAGES = [f"docs/api/{name}.md" for name in primerl.__all__]
 FOLDERS = "bench|docs|notebooks|primerl|recipes|tests|tools"
 
 
@@ -20,6 +21,9 @@ def test_the_index_has_the_sections_and_pages_of_the_navigation():
     settings = (ROOT / "mkdocs.yml").read_text().split("\nplugins:")[0]  # they have other tags
     navigation = yaml.safe_load(settings)["nav"]
     sections = {name: pages for section in navigation for name, pages in section.items()}
+    (packages,) = [page for page in sections["Reference"] if isinstance(page, dict)]
+    sections["Reference"].remove(packages)
+    assert [f"docs/{page}" for page in packages["Packages"]] == API_PAGES
     index = re.split(r"^## (.*)\n", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)
     linked = {
         name: re.findall(r"^- \[(.*?)\]\((.*?)\)", text, re.MULTILINE)

@@ -28,10 +28,13 @@ def run_python(code):
 
 def test_the_packages_are_listed(root):
     found = {module.name for module in pkgutil.iter_modules(primerl.__path__)}
-    page = (root / "docs" / "api.md").read_text()
+    pages = {path.stem: path.read_text() for path in (root / "docs" / "api").glob("*.md")}
+    listed = re.findall(r"api/(\w+)\.md", (root / "docs" / "api.md").read_text())
 
     assert primerl.__all__ == sorted(name for name in found if not name.startswith("_"))
-    assert sorted(re.findall(r"^::: (\S+)$", page, re.MULTILINE)) == PACKAGES
+    assert listed == sorted(pages) == primerl.__all__
+    for name, page in pages.items():
+        assert re.findall(r"^::: (\S+)$", page, re.MULTILINE) == [f"primerl.{name}"]
     for name in primerl.__all__:
         assert inspect.ismodule(getattr(primerl, name))
     with pytest.raises(AttributeError, match="it has advantage, attention"):

@@ -1,4 +1,4 @@
-"""Scores of plays, by hand; what failed counts, and what was repeated counts once."""
+"""Scores of rollouts, by hand; what failed counts, and what was repeated counts once."""
 
 import io
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from primerl import data, evaluation
-from primerl.types import NOT_SAMPLED, Played, Rollout, Sample
+from primerl.types import NOT_SAMPLED, Outcome, Rollout, Sample
 
 
 def record(task, index=0, reward=1.0, *, environment="e", stop="stop", **fields):
@@ -21,14 +21,14 @@ def record(task, index=0, reward=1.0, *, environment="e", stop="stop", **fields)
 
 
 def test_scores_by_hand():
-    plays = [
+    rollouts = [
         record("a", 0, 1.0, tokens=4, metrics={"turns": 2.0}),
         record("a", 1, 0.0, tokens=8, stop="length", metrics={"turns": 4.0, "rare": 1.0}),
         record("b", 0, 0.5, tokens=12, stop="context"),
         record("b", 1, error="KeyError", message="no such room", tokens=0),
     ]
-    found = evaluation.scores(plays)["e"]
-    assert (found.tasks, found.plays) == (2, 4)
+    found = evaluation.scores(rollouts)["e"]
+    assert (found.tasks, found.rollouts) == (2, 4)
     assert found.reward.mean == pytest.approx((0.5 + 0.25) / 2)
     assert found.reward == evaluation.share_interval(np.array([0.5, 0.25]))
     assert {k: interval.mean for k, interval in found.pass_at.items()} == {1: 0.25, 2: 0.5}
@@ -39,38 +39,40 @@ def test_scores_by_hand():
     assert found.stops == {"stop": 1, "length": 1, "context": 1}
     assert found.errors == {"KeyError": 1}
     assert found.metrics == {"turns": 3.0, "rare": 1.0}
-    lower = evaluation.scores(plays, passing_reward=0.5)["e"]
+    lower = evaluation.scores(rollouts, passing_reward=0.5)["e"]
     assert {k: interval.mean for k, interval in lower.pass_at.items()} == {1: 0.5, 2: 1.0}
 
 
 def test_environments_are_scored_apart_and_in_order():
-    plays = [record("a", environment="two"), record("a", reward=0.0, environment="one")]
-    found = evaluation.scores(plays)
+    rollouts = [record("a", environment="two"), record("a", reward=0.0, environment="one")]
+    found = evaluation.scores(rollouts)
     assert list(found) == ["two", "one"]
     assert [one.reward.mean for one in found.values()] == [1.0, 0.0]
 
 
 def test_pass_at_k_goes_to_the_plays_that_every_task_has():
-    plays = [record("a", index) for index in range(6)] + [record("b", index) for index in range(5)]
-    assert list(evaluation.scores(plays)["e"].pass_at) == [1, 2, 4, 5]
+    rollouts = [record("a", index) for index in range(6)] + [
+        record("b", index) for index in range(5)
+    ]
+    assert list(evaluation.scores(rollouts)["e"].pass_at) == [1, 2, 4, 5]
 
 
 def test_rewards_beyond_zero_and_one_have_the_other_interval():
-    plays = [record("a", reward=-1.0), record("b", reward=3.0), record("c", reward=1.0)]
-    found = evaluation.scores(plays)["e"]
+    rollouts = [record("a", reward=-1.0), record("b", reward=3.0), record("c", reward=1.0)]
+    found = evaluation.scores(rollouts)["e"]
     assert found.reward == evaluation.mean_interval(np.array([-1.0, 3.0, 1.0]))
 
 
 def test_of_a_play_that_was_repeated_the_last_one_counts():
-    plays = [record("a", error="KeyError"), record("b"), record("a", reward=1.0)]
-    found = evaluation.scores(plays)["e"]
-    assert (found.plays, found.errors, found.reward.mean) == (2, {}, 1.0)
+    rollouts = [record("a", error="KeyError"), record("b"), record("a", reward=1.0)]
+    found = evaluation.scores(rollouts)["e"]
+    assert (found.rollouts, found.errors, found.reward.mean) == (2, {}, 1.0)
     before = [record("a", reward=0.0), record("b", reward=0.0)]
-    assert evaluation.compare_records(before, plays)["e"].difference == 1.0
+    assert evaluation.compare_records(before, rollouts)["e"].difference == 1.0
 
 
 def test_scores_of_nothing_are_refused():
-    with pytest.raises(ValueError, match="no plays"):
+    with pytest.raises(ValueError, match="no rollouts"):
         evaluation.scores([])
 
 
@@ -118,7 +120,7 @@ def played(**fields):
         },
     }
     rollout = Rollout(**(values | fields))
-    return Played(task={"id": "t", "prompt": "a"}, index=3, seconds=1.23456, rollout=rollout)
+    return Outcome(task={"id": "t", "prompt": "a"}, index=3, seconds=1.23456, rollout=rollout)
 
 
 def test_the_record_of_a_play():
@@ -131,7 +133,7 @@ def test_the_record_of_a_play():
 
 
 def test_the_record_of_a_play_that_failed():
-    end = Played(task={"id": "t"}, index=0, seconds=1.0, error="KeyError", message="where: what")
+    end = Outcome(task={"id": "t"}, index=0, seconds=1.0, error="KeyError", message="where: what")
     found = evaluation.Record.of(end)
     assert (found.reward, found.tokens, found.stop) == (None, 0, None)
     assert (found.error, found.message) == ("KeyError", "where: what")
@@ -145,40 +147,43 @@ def test_the_record_of_an_endpoint_has_the_tokens_that_it_counted():
 
 def test_records_are_conversations_to_train_on(tmp_path):
     lines = [evaluation.Record.of(attrs.evolve(played(), index=n)).as_line() for n in range(2)]
-    (tmp_path / "plays.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    first, _ = data.Conversations(tmp_path / "plays.jsonl")
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, _ = data.Conversations(tmp_path / "rollouts.jsonl")
     assert first["messages"] == played().rollout.conversation["messages"]
     assert first["tools"] == played().rollout.conversation["tools"]
 
 
 @pytest.mark.parametrize("broken", [{}, {"task": "a"}, record("a").as_line() | {"reward": "high"}])
 def test_a_line_that_is_no_record_is_refused(broken):
-    with pytest.raises(ValueError, match="no record of a play"):
+    with pytest.raises(ValueError, match="no record of a rollout"):
         evaluation.Record.parse(broken)
 
 
 def test_a_narrow_terminal_breaks_no_measure():
     from rich.console import Console
 
-    plays = [record("t1", reward=1.0, environment="long-name"), record("t2", error="LookupError")]
+    rollouts = [
+        record("t1", reward=1.0, environment="long-name"),
+        record("t2", error="LookupError"),
+    ]
     console = Console(width=40, record=True, file=io.StringIO())
-    console.print(evaluation.scores_table(evaluation.scores(plays)))
+    console.print(evaluation.scores_table(evaluation.scores(rollouts)))
     text = console.export_text()
-    for part in ("LookupError", "1 plays", "pass@1", "cut short", "1.000"):
+    for part in ("LookupError", "1 rollouts", "pass@1", "cut short", "1.000"):
         assert part in text
 
 
 def test_tables_fit_a_terminal_and_have_every_number():
     from rich.console import Console
 
-    plays = [
+    rollouts = [
         record(f"t{n}", reward=float(n % 2), environment="a-long-name:of_one") for n in range(8)
     ]
-    plays += [record("t9", error="ConnectionResetError", environment="a-long-name:of_one")]
-    scores = evaluation.scores(plays)
+    rollouts += [record("t9", error="ConnectionResetError", environment="a-long-name:of_one")]
+    scores = evaluation.scores(rollouts)
     console = Console(width=80, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
     console.print(evaluation.scores_table(scores))
-    console.print(evaluation.comparison_table(evaluation.compare_records(plays, plays)))
+    console.print(evaluation.comparison_table(evaluation.compare_records(rollouts, rollouts)))
     text = console.export_text()
     console.file.close()
     assert "…" not in text

@@ -15,7 +15,7 @@ from primerl._common.digests import digest_of
 from primerl._common.tensor_files import map_tensors
 from primerl.fp8.quantization import weight
 from primerl.parallel.expert_parallel.experts import divide_experts
-from primerl.weights.verification.served_tensors import Part, as_builtins, reading_of
+from primerl.weights.verification.served_tensors import TensorSlice, as_builtins, reading_of
 
 BLOCK = 16
 FORMS = {scale: fp8.Format.of_blocks(BLOCK, scale=scale) for scale in ("float32", "ue8m0")}
@@ -148,12 +148,12 @@ def test_what_a_checkpoint_cannot_hold_is_refused():
         fp8.CheckpointQuantizer(testing.tiny_model("llama"))
     moe = converted("qwen3_moe", moe_intermediate_size=24)
     matmul = fp8.GroupedMatmul(form=FORMS["float32"])
-    with pytest.raises(ValueError, match="stacks two matrices of 24 rows.*a block of 16 rows"):
+    with pytest.raises(ValueError, match="fuses two matrices of 24 rows.*a block of 16 rows"):
         fp8.CheckpointQuantizer(moe, experts=matmul)
-    with pytest.raises(ValueError, match="holds its matrices transposed"):
+    with pytest.raises(ValueError, match="stores its matrices transposed"):
         fp8.CheckpointQuantizer(converted("gpt_oss"), experts=matmul)
     other = fp8.GroupedMatmul(form=FORMS["ue8m0"])
-    with pytest.raises(ValueError, match="has several formats"):
+    with pytest.raises(ValueError, match="has several FP8 formats"):
         fp8.CheckpointQuantizer(converted("qwen3_moe"), experts=other)
     with pytest.raises(ValueError, match="has no stacked experts"):
         fp8.CheckpointQuantizer(converted(), experts=matmul)
@@ -165,7 +165,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused():
     import peft
 
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
-    with pytest.raises(ValueError, match='publish="adapter" sends the adapter alone'):
+    with pytest.raises(ValueError, match="publish only the adapter"):
         fp8.CheckpointQuantizer(model)
 
 
@@ -182,11 +182,11 @@ def test_engines_receive_those_bytes(tmp_path, encoding):
         receipt = transport.publish(version)
         sizes.append(receipt.bytes)
         sent = dict(checkpoint_tensors(model, dtype=torch.bfloat16, quantize=quantize))
-        for replica in engines.workers.values():
-            assert replica.tensors.keys() == sent.keys()
-            assert all(digest_of(replica.tensors[n]) == digest_of(t) for n, t in sent.items())
+        for server in engines.workers.values():
+            assert server.tensors.keys() == sent.keys()
+            assert all(digest_of(server.tensors[n]) == digest_of(t) for n, t in sent.items())
         train(model, scale=1e-3, fraction=1e-3, seed=version)
-    kinds = [replica.kinds for replica in engines.workers.values()]
+    kinds = [server.kinds for server in engines.workers.values()]
     assert kinds == [["full", *[encoding] * 2]] * 2
     if encoding == "delta":
         assert max(sizes[1:]) < sizes[0]
@@ -197,7 +197,7 @@ def test_an_engine_in_this_process_is_refused():
     model = converted()
     with pytest.raises(ValueError, match="copies the trainer's master weights"):
         weights.SharedMemory(model, ReadableEngine(model), quantize=fp8.CheckpointQuantizer(model))
-    with pytest.raises(ValueError, match="quantize= is of whole models"):
+    with pytest.raises(ValueError, match="quantize= needs publish="):
         weights.transport_to(
             model, None, publish="adapter", quantize=fp8.CheckpointQuantizer(model)
         )
@@ -212,12 +212,12 @@ class QuantizedEngine(ReadableEngine):
 
     def read_weights(self, names, *, turn=0, timeout_s=60.0):
         return {
-            replica: as_builtins(
-                reading_of(self.fault(name, tensor), Part(name=name))
+            server: as_builtins(
+                reading_of(self.fault(name, tensor), TensorSlice(name=name))
                 for name, tensor in checkpoint_tensors(one.model, quantize=self.quantize)
                 if name in names
             )
-            for replica, one in self.replicas.items()
+            for server, one in self.servers.items()
         }
 
 

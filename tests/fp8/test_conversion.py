@@ -70,7 +70,7 @@ def test_where_chooses_by_name():
     replaced = fp8.convert_linears(model, where=lambda name: "mlp" in name, form=FORM)
     assert len(replaced) == 2 * 3
     assert all("mlp" in name for name in replaced)
-    with pytest.raises(ValueError, match="chose none of the linear layers of LlamaForCausalLM"):
+    with pytest.raises(ValueError, match="selected none of the linear layers of LlamaForCausalLM"):
         fp8.convert_linears(testing.tiny_model("llama"), where=lambda name: False)
     with pytest.raises(ValueError, match="lm_head is the head: loss.model_logprobs multiplies"):
         fp8.convert_linears(testing.tiny_model("llama"), where=lambda name: True)
@@ -99,7 +99,7 @@ def quantized(model):
         (adapted, "the model is adapted already; the order is fp8 -> adapters"),
         (lambda m: parallel.recompute(m.train()), "set to recompute activations already"),
         (lambda m: fp8.convert_linears(m, form=FORM) and m, "call convert_linears once"),
-        (quantized, r"up_proj holds torch.float8_e4m3fn, which can't be trained"),
+        (quantized, r"up_proj has dtype torch.float8_e4m3fn, which can't be trained"),
     ],
 )
 def test_a_wrong_order_is_refused(change, reason):

@@ -207,7 +207,7 @@ def test_experts_are_close_to_float64(counts, sizes, scale, seed):
 @pytest.mark.parametrize("ends", [[3, 1, 5], [1, 1, 4], [1, 5, 6]])
 def test_groups_that_overlap_or_leave_rows_over_are_refused(ends):
     matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(16))
-    with pytest.raises(ValueError, match=r"groups end at .*, the last of them 5"):
+    with pytest.raises(ValueError, match=r"groups end at .*, of which the last is 5"):
         matmul(drawn((5, 32)), drawn((3, 32, 20), 1), torch.tensor(ends))
 
 

@@ -1,4 +1,4 @@
-"""A model with an adapter, and an engine that holds what vLLM would of it."""
+"""A model with an adapter, and an engine that holds the adapter's tensors like vLLM."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def adapted(**config):
 
 
 class Holder:
-    """An engine that holds what vLLM would: A, and B times its scale, as its files say."""
+    """An engine that holds an adapter like vLLM: A, and B times the scale from its files."""
 
     adapter = "policy"
     request_timeout_s = 600.0

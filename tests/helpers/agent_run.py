@@ -1,8 +1,8 @@
-"""A run of agents without a model: a scripted policy counts calls in a made-up package.
+"""A run of agents without a model: a scripted policy counts calls in an invented package.
 
-It reads one module a turn with real tools, which runs into everything that an agent does: calls
-that are malformed, of no such tool, or fail; results that are too long; history that is dropped or
-summarised, which begins a branch; and a reviewer, asked as a sub-agent.
+The policy reads one module per turn with real tools, and covers all situations of agents: calls
+that are malformed, name an unknown tool, or fail; results that are too long; history that is
+dropped or summarized, which begins a branch; and a reviewer that is asked as a sub-agent.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ VERBS = (
 
 
 def package(draw, modules):
-    """Its files, and how many of their functions call ``retry``."""
+    """Make a package; return its files and the number of functions that call ``retry``."""
     files, count = {}, 0
     for number in range(modules):
         name = NAMES[number % len(NAMES)] + ("" if number < len(NAMES) else f"_{number}")
@@ -52,7 +52,7 @@ def call(name, **arguments):
 
 
 def policy(files, answer, draw, mistakes):
-    """The replies of the agent that counts, in order; ``mistakes`` is the chance of one a turn."""
+    """Yield the counting agent's replies; ``mistakes`` is the chance of a mistake per turn."""
     yield "<think>I don't know the package yet.</think>\n" + call("list_files")
     found = 0
     for number, (path, text) in enumerate(files.items(), start=1):
@@ -79,7 +79,7 @@ def policy(files, answer, draw, mistakes):
 
 
 class Script:
-    """Replies by whom the prompt is for: the counting agent, its reviewer, or its summary."""
+    """Replies depending on the prompt: as the counting agent, its reviewer, or its summarizer."""
 
     def __init__(self, tokenizer, replies, files):
         self._tokenizer = tokenizer
@@ -105,7 +105,7 @@ class Script:
 
 
 def tools_of(files, ask):
-    """What the agent can do: two functions over ``files``, and a question to its reviewer."""
+    """Return the agent's tools: two functions over ``files``, and a question to its reviewer."""
     text = {"type": "string"}
 
     def read_file(arguments, state):
@@ -134,7 +134,7 @@ def tools_of(files, ask):
 
 
 async def play(tokenizer, *, seed, modules, mistakes, right, version=0, context=12_000):
-    """A rollout; ``right`` is the chance of a right answer, ``context`` is in characters."""
+    """Play a rollout; ``right`` is the chance of a right answer, ``context`` is in characters."""
     draw = random.Random(seed)
     files, count = package(draw, modules)
     answer = count if draw.random() < right else count - 1
@@ -148,7 +148,7 @@ async def play(tokenizer, *, seed, modules, mistakes, right, version=0, context=
     summarise = rollout.summarise(over=context // 2)
 
     async def manage(messages, ask):
-        """Results are dropped, until what was said is too much itself."""
+        """Drop results of tools; once the messages alone are too long, summarize."""
         shorter = await drop(messages, ask)
         return messages if shorter is messages else await summarise(shorter, ask)
 
@@ -174,7 +174,7 @@ async def play(tokenizer, *, seed, modules, mistakes, right, version=0, context=
 
 
 def record(folder, tokenizer, *, steps=1, groups=1, size=2, modules=(95,), seed=0):
-    """The folder of a run whose agents learn to make no mistakes; ``modules`` in turn by task."""
+    """Record a run whose agents learn to avoid mistakes; tasks take turns with ``modules``."""
     draw = random.Random(seed)
     with track.Run(folder, args={"seed": seed}, decode=tokenizer.decode) as run:
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""Conversations by the clients of OpenAI and Anthropic, all in one form."""
+"""Conversations through the OpenAI and Anthropic clients, with a common interface."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ httpx2 = pytest.importorskip("httpx2", reason="httpx2 is not installed")
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
 
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}}
-HTTP = []  # the connections of all clients: making them takes 50 ms
+HTTP = []  # HTTP clients shared by all conversations, since creating one takes 50 ms
 
 
 class Chat:
-    """One conversation of a client: what it says, and how it sends results of tools back."""
+    """One conversation of a client: its messages, and its way to send back results of tools."""
 
     name = "chat"
 
@@ -38,7 +38,7 @@ class Chat:
         self.messages.append({"role": "tool", "tool_call_id": call[0], "content": text})
 
     async def reply(self, **options):
-        """The text, the calls as (id, name, arguments), and why it ended."""
+        """Return the text, the calls as (id, name, arguments), and the finish reason."""
         fields = {"model": "policy", "messages": self.messages, "tools": self.tools, **options}
         if self.stream:
             text, calls, reason = "", {}, None
@@ -135,7 +135,7 @@ class Responses(Chat):
 
 
 class Continued(Responses):
-    """Sends only what is new, after the id of the last response."""
+    """A conversation that sends only new items, with the id of the last response."""
 
     name = "continued"
     last = None
@@ -163,7 +163,7 @@ CLIENTS = [Chat, Messages, Responses]
 
 @contextlib.asynccontextmanager
 async def connections():
-    """What the clients of one event loop share."""
+    """Open the HTTP clients that all conversations of one event loop share."""
     async with httpx.AsyncClient() as http, httpx2.AsyncClient() as http2:
         HTTP[:] = [http, http2]
         yield

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol (chromedevtools.github.io)."""
+"""A headless Chromium, controlled through its DevTools protocol (chromedevtools.github.io)."""
 
 import asyncio
 import base64
@@ -14,7 +14,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))
 
 
 class Page:
-    """One page; ``errors`` has what its console and its scripts complained of."""
+    """One page of the browser; ``errors`` lists the errors of its console and scripts."""
 
     def __init__(self, socket):
         self.errors = []
@@ -39,7 +39,7 @@ class Page:
                 self.errors.append(event["params"]["entry"])
 
     async def run(self, script):
-        """The value of an expression in the page, awaited if it is a promise."""
+        """Evaluate an expression in the page, and await it if it is a promise."""
         answer = await self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -77,7 +77,7 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def opened(file, folder, *, width=1400, height=1000, dark=False):
-    """A page that shows a file; ``folder`` is for the browser's profile."""
+    """Open a page that shows a file; ``folder`` is for the browser's profile."""
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += [f"--user-data-dir={folder}", f"--window-size={width},{height}"]
     command += ["--remote-debugging-port=0", "--hide-scrollbars", "about:blank"]

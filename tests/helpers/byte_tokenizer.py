@@ -1,4 +1,4 @@
-"""A tokenizer with one token per byte, and one for each of the special tokens it is given."""
+"""A tokenizer with one token per byte and the given special tokens."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 def byte_tokenizer(
     special_tokens: Iterable[str], chat_template: str, *, merges: Iterable[tuple[str, str]] = ()
 ):
-    """Of the special tokens, the first is the ``eos_token``. ``merges`` are those of its BPE."""
+    """Make the tokenizer; the first special token is ``eos_token``, ``merges`` are BPE merges."""
     merges = list(merges)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*alphabet, *(first + second for first, second in merges)]

@@ -1,8 +1,8 @@
-"""A tokenizer for tests, in a module of its own so that its objects can be pickled."""
+"""A tokenizer for tests, in a separate module so that its objects can be pickled."""
 
 
 class CharacterCodes:
-    """A tokenizer of code points: real enough for an environment, with nothing to install."""
+    """A tokenizer of code points, which suffices for environments and has no dependencies."""
 
     eos_token_id = 1
     chat_template = None

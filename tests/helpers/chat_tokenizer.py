@@ -1,4 +1,4 @@
-"""SmolLM2's chat template with a token per byte, engines for it, and what they were asked."""
+"""SmolLM2's chat template with one token per byte, and engines that record their requests."""
 
 import json
 from collections import Counter
@@ -26,7 +26,7 @@ def tool_call(name, **arguments):
 
 
 class RecordingEngine:
-    """Gives replies in turn, or random tokens, each by a version of its own; records prompts.
+    """An engine that records prompts; its replies are scripted or random, one version per token.
 
     ``reply`` is a function of the prompt's text and the call's number, or None for random bytes.
     """
@@ -46,7 +46,7 @@ class RecordingEngine:
         number = len(self.requests)
         if self._pause is not None:
             await self._pause(number)
-        if self._reply is None:  # bytes that are no text, too
+        if self._reply is None:  # includes bytes that are not text
             tokens = self._draw.integers(0, 256, self._draw.integers(1, 12)).tolist()
         else:
             text = self._reply(self.tokenizer.decode(prompt), number)
@@ -70,7 +70,7 @@ class RecordingEngine:
 
     @property
     def sampled(self):
-        """Each token with all that came before it, its logprob and its version."""
+        """Count the sampled tokens, each with its prefix, its logprob and its version."""
         return Counter(
             (
                 (*prompt, *completion.token_ids.tolist()[: i + 1]),
@@ -83,7 +83,7 @@ class RecordingEngine:
 
 
 def trained(samples):
-    """The same of what is trained."""
+    """Count the trained tokens of samples, each with its prefix, its logprob and its version."""
     return Counter(
         (
             tuple(one.token_ids[: i + 1].tolist()),

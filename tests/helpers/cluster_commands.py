@@ -1,4 +1,4 @@
-"""Command lines of the files for clusters, as what they start reads them."""
+"""Parsers for the command lines in the cluster files, as the started programs read them."""
 
 import signal
 import sys
@@ -17,7 +17,7 @@ class StartedError(Exception):
 
 
 def launched(words):
-    """The arguments that torchrun reads from its command line."""
+    """Return the arguments that torchrun reads from its command line."""
     parser = get_args_parser()
     if "--shutdown-timeout" not in parser.format_help():
         pytest.skip("this torchrun has no --shutdown-timeout, which the files for clusters pass")
@@ -25,13 +25,13 @@ def launched(words):
 
 
 def recipe_arguments(recipe, launch, monkeypatch):
-    """What the recipe makes of the words that torchrun gives it."""
+    """Return the recipe's arguments, parsed from the words that torchrun passes on."""
     monkeypatch.setattr(sys, "argv", [launch.training_script, *launch.training_script_args])
     return track.command_line(recipe.Args, presets={"scale": recipe.SCALES})
 
 
 def served(words, monkeypatch):
-    """The model that ``python`` with these words serves, and vLLM's arguments by name."""
+    """Return the model and vLLM's arguments by name, for ``python`` with these words."""
     assert words[:2] == ["-m", server_module.__spec__.parent]
     found = []
 
@@ -53,11 +53,11 @@ def served(words, monkeypatch):
 
 
 def served_by_recipe(recipe, tiny_model, model, monkeypatch):
-    """vLLM's arguments by name, of the server that the recipe itself would start."""
+    """Return vLLM's arguments by name, for the server that the recipe itself would start."""
     found = []
 
     def start(_, env, **settings):
-        assert env == {"CUDA_VISIBLE_DEVICES": "8,9,10,11,12,13,14,15"}  # behind the trainer's
+        assert env == {"CUDA_VISIBLE_DEVICES": "8,9,10,11,12,13,14,15"}  # after the trainer's GPUs
         place = {"host": "0.0.0.0", "port": 8000, "weight_transfer": "primerl"}
         found.append(by_name(server_command(model, engine_args=settings, **place)))
         raise StartedError
@@ -70,7 +70,7 @@ def served_by_recipe(recipe, tiny_model, model, monkeypatch):
 
 
 def by_name(command):
-    """vLLM's command as a dict: ``--a b`` and ``--a=b`` are the same."""
+    """Parse vLLM's command into a dict; ``--a b`` and ``--a=b`` are the same."""
     found = {}
     for word, following in zip(command, [*command[1:], "--"], strict=True):
         if word.startswith("--"):

@@ -1,6 +1,6 @@
-"""Command-line agents for tests, which speak to the gateway that their environment names.
+"""Command-line agents for tests, which call the gateway named in their environment variables.
 
-``python command_agents.py KIND``; they use nothing but the standard library.
+Run ``python command_agents.py KIND``. The agents use only the standard library.
 """
 
 import json
@@ -28,7 +28,7 @@ def ask(messages, tools=None):
 
 
 def shell(turns=20):
-    """Runs the commands that the policy replies with, until one is ``exit``."""
+    """Run the commands in the policy's replies until one is ``exit``."""
     messages = [{"role": "user", "content": Path("task.txt").read_text(encoding="utf-8")}]
     for _ in range(turns):
         reply = ask(messages)
@@ -44,7 +44,7 @@ def endless():
         try:
             messages += [ask(messages), {"role": "user", "content": "Go on."}]
         except urllib.error.HTTPError:
-            time.sleep(0.01)  # it takes no for no answer
+            time.sleep(0.01)  # retry forever
 
 
 def loud():

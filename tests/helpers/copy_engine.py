@@ -1,4 +1,4 @@
-"""An engine in this process that really holds copies of the model, and can be made to fail."""
+"""An engine in this process that holds real copies of the model, with configurable faults."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from primerl._common.checkpoint_tensors import checkpoint_tensors
-from primerl.weights.verification.served_tensors import Part, as_builtins, reading_of
+from primerl.weights.verification.served_tensors import TensorSlice, as_builtins, reading_of
 
 
 class Replica:
@@ -34,12 +34,13 @@ class Replica:
         return np.concatenate([[0], logprobs.gather(1, row[0, 1:, None])[:, 0].numpy()])
 
     def continued(self, token_ids, cache):
-        # By position: the cache's name depends on the version of transformers.
+        # Pass by position, since the name of the cache argument depends on the transformers
+        # version.
         return self.model(torch.tensor([token_ids]), None, None, cache, use_cache=True)
 
     @torch.no_grad()
     def go_on(self, sequence, count, temperature=1.0):
-        """Sampled with a fixed seed; whole blocks of the prefix come from the cache."""
+        """Sample with a fixed seed; whole blocks of the prefix come from the cache."""
         whole = (len(sequence) - 1) // self.block * self.block
         prefix = tuple(sequence[:whole])
         if prefix not in self.cached:
@@ -60,25 +61,25 @@ class Replica:
 
 
 class CopyEngine:
-    """Receives weights as ``SharedMemory`` sends them, and is probed by the canary.
+    """An engine that receives weights from ``SharedMemory``, and that the canary can probe.
 
     Args:
-        model: copied for each replica.
-        replicas: how many.
-        skip: names of tensors that never arrive, as a function.
+        model: the model, which is copied for each server.
+        servers: the number of servers.
+        skip: a function of a tensor's name, true if the tensor never arrives.
         swap: for a name, the tensor that arrives in its place.
-        asleep: replicas that take no update.
+        asleep: servers that ignore updates.
         clear_cache: whether an update clears the prefix cache.
         untied: the head is a copy of tied embeddings that no update reaches.
-        dtype: that it computes in.
-        raw_logprobs: those of sampled tokens leave temperature out, as vLLM's do by default.
+        dtype: the dtype in which the engine computes.
+        raw_logprobs: logprobs of sampled tokens ignore the temperature, as vLLM's do by default.
     """
 
     def __init__(
         self,
         model,
         *,
-        replicas=1,
+        servers=1,
         skip=lambda name: False,
         swap=None,
         asleep=(),
@@ -88,36 +89,36 @@ class CopyEngine:
         block=16,
         raw_logprobs=False,
     ):
-        self.replicas = {
-            f"replica {n}": Replica(model, block=block, raw_logprobs=raw_logprobs)
-            for n in range(replicas)
+        self.servers = {
+            f"server {n}": Replica(model, block=block, raw_logprobs=raw_logprobs)
+            for n in range(servers)
         }
         self.skip, self.swap = skip, swap or {}
         self.asleep, self.clear_cache = asleep, clear_cache
         self.updates = []
-        for replica in self.replicas.values():
-            replica.model.to(dtype)
+        for server in self.servers.values():
+            server.model.to(dtype)
             if untied:
-                head = replica.model.get_output_embeddings()
+                head = server.model.get_output_embeddings()
                 head.weight = nn.Parameter(head.weight.detach().clone())
 
     def update_weights(self, tensors, *, version, timeout_s=1.0):
         self.updates.append(version)
-        for name, replica in self.replicas.items():
+        for name, server in self.servers.items():
             if name not in self.asleep:
-                replica.load(tensors, self.skip, self.swap)
+                server.load(tensors, self.skip, self.swap)
                 if self.clear_cache:
-                    replica.cached.clear()
+                    server.cached.clear()
 
     def probe(self, sequences, *, max_new_tokens=8, temperatures, timeout_s=60.0):
         answer = {}
-        for name, replica in self.replicas.items():
+        for name, server in self.servers.items():
             rows = []
             for sequence, temperature in zip(sequences, temperatures, strict=True):
-                tokens, logprobs = replica.go_on(sequence, max_new_tokens, temperature)
+                tokens, logprobs = server.go_on(sequence, max_new_tokens, temperature)
                 rows.append(
                     {
-                        "scores": replica.score(sequence),
+                        "scores": server.score(sequence),
                         "token_ids": np.array(tokens),
                         "logprobs": np.array(logprobs),
                     }
@@ -127,14 +128,14 @@ class CopyEngine:
 
 
 class ReadableEngine(CopyEngine):
-    """A copy engine that says what it holds."""
+    """A copy engine that reports the tensors that it holds."""
 
     def read_weights(self, names, *, turn=0, timeout_s=60.0):
         return {
-            replica: as_builtins(
-                reading_of(tensor, Part(name=name))
+            server: as_builtins(
+                reading_of(tensor, TensorSlice(name=name))
                 for name, tensor in checkpoint_tensors(one.model)
                 if name in names
             )
-            for replica, one in self.replicas.items()
+            for server, one in self.servers.items()
         }

@@ -1,10 +1,10 @@
-"""The processes that a process started, and those that they started."""
+"""The descendants of a process: its child processes, their children, and so on."""
 
 from pathlib import Path
 
 
 def descendants(pid):
-    """Their ids, and the words of their command lines."""
+    """Return the process ids and the command lines of the descendants of ``pid``."""
     parents, words = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,4 +1,4 @@
-"""A fake of the library DeepEP on gloo, after its documentation."""
+"""A fake of the library DeepEP on gloo, which follows its documentation."""
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class Buffer:
         return goes.sum(0), None, per_expert, goes, None
 
     def _exchange(self, parts):
-        """One tensor for each rank, to one from each rank."""
+        """Send one tensor to each rank, and receive one from each rank."""
         sent = torch.tensor([len(part) for part in parts])
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)

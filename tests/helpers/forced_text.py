@@ -1,7 +1,7 @@
-"""vLLM made to say what a script says, where the model is too weak to say it itself.
+"""Makes vLLM sample the text of a script, for models that are too weak to write it themselves.
 
-vLLM's structured outputs restrict each token to those that go on with the text. So the tokens are
-sampled by vLLM, one by one: most are not those that the tokenizer would choose for the text, and
+vLLM's structured outputs restrict each token to those that continue the text. vLLM therefore
+samples the tokens one by one. Most are not those that the tokenizer would choose for the text, and
 each has the logprob of the distribution that it was sampled from.
 """
 
@@ -9,9 +9,10 @@ from primerl.serving.protocol import requests
 
 
 class ForcedText:
-    """Sends a ``VLLMEngine`` requests for ``script(prompt, number)``, and keeps what it sampled.
+    """An engine that requests the text ``script(prompt, number)`` and records the completions.
 
-    A script that returns None leaves the model free. ``number`` counts the requests.
+    It wraps a ``VLLMEngine``. If the script returns None, the model samples freely. ``number`` is
+    the number of the request.
     """
 
     def __init__(self, engine, script, monkeypatch):

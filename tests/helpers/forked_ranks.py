@@ -1,4 +1,4 @@
-"""Rank programs without the seconds that each rank takes to import torch: see rank_server.py."""
+"""Launcher of rank programs that saves each rank's import of torch; see rank_server.py."""
 
 import atexit
 import functools
@@ -16,7 +16,7 @@ SERVER = Path(__file__).with_name("rank_server.py")
 
 @functools.cache
 def server():
-    """One for all tests of this process."""
+    """Return the server of ranks that all tests of this process share."""
     path = [str(SERVER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.Popen(
         [sys.executable, SERVER],
@@ -41,7 +41,7 @@ def end(process):
 
 
 def forked_ranks(program, *arguments, ranks, cwd, timeout_s=300):
-    """What ``conftest.torchrun`` does, for a test that is not about how ranks are launched."""
+    """Run a program on ranks like ``conftest.torchrun``, for tests that don't test launching."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         job = {

@@ -1,4 +1,4 @@
-"""The FP8 formats in numpy and ml_dtypes, block by block: nothing of primerl or torch."""
+"""Reference implementation of the FP8 formats in numpy and ml_dtypes, without primerl or torch."""
 
 import ml_dtypes
 import numpy as np
@@ -8,7 +8,7 @@ LARGEST = np.float32(448)
 
 
 def quantized(x, *, rows, block, scale):
-    """``(codes uint8, scales float32)`` of a float32 matrix."""
+    """Quantize a float32 matrix block by block; return ``(codes uint8, scales float32)``."""
     height, width = x.shape
     codes = np.zeros(x.shape, np.uint8)
     scales = np.zeros((-(-height // rows), -(-width // block)), np.float32)
@@ -32,12 +32,12 @@ def power_of_two_at_least(value):
 
 def values(codes, scales, *, rows, block):
     wide = np.repeat(np.repeat(scales, rows, 0), block, 1)[: codes.shape[0], : codes.shape[1]]
-    with np.errstate(over="ignore"):  # the largest float32, with a scale that was rounded up
+    with np.errstate(over="ignore"):  # the largest float32 times a rounded-up scale overflows
         return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
 
 
 def nvfp4(x):
-    """``(values, scales float32, global)`` of a float32 matrix whose width is a multiple of 16."""
+    """Quantize a float32 matrix of width 16 n; return ``(values, scales float32, global)``."""
     six = np.float32(6)
     whole = np.maximum(np.abs(x).max(), EPSILON) / np.float32(448 * 6)
     blocks = x.reshape(x.shape[0], -1, 16)

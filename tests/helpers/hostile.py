@@ -1,7 +1,7 @@
-"""An engine and an environment that break the contract, one rule at a time.
+"""An engine and an environment that break one rule of their contract.
 
 Use them to test that faults are detected: wrap a valid engine, and check that the affected rollouts
-fail by name, that none is trained, and that the run continues.
+fail with the name of the rule, that none is trained, and that the run continues.
 """
 
 import itertools
@@ -28,14 +28,14 @@ NO_VOCABULARY = 1_000_000_000  # beyond the vocabulary of any model
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """A request, and the limits of a valid completion."""
+    """A request, with the limits of a valid completion."""
 
     params: SamplingParams
     limits: EngineLimits
 
     @property
     def beyond_vocabulary(self) -> int:
-        """The first token id that the model does not have."""
+        """The first token id beyond the model's vocabulary."""
         return self.limits.vocab_size or NO_VOCABULARY
 
 
@@ -43,24 +43,24 @@ Corrupt = Callable[[Completion, Request], Any]
 
 
 class HostileEngine:
-    """Breaks one rule of the contract of engines in every ``every``-th completion.
+    """An engine that breaks one rule of its contract in every ``every``-th completion.
 
         engine = HostileEngine("positive_logprob", testing.ScriptedEngine(), every=10)
 
     Args:
         fault: one of ``engine_faults()``.
-        engine: gives valid completions.
-        every: 1 breaks all of them.
+        engine: the wrapped engine, which gives valid completions.
+        every: 1 breaks all completions.
 
     Raises:
-        ValueError: there is no such fault.
+        ValueError: ``fault`` is unknown.
     """
 
     def __init__(self, fault: str, engine: Any, *, every: int = 1) -> None:
         if fault not in COMPLETION_FAULTS:
             raise ValueError(f"there is no fault {fault!r}, only {', '.join(COMPLETION_FAULTS)}")
         self.broken = 0
-        """Completions broken so far."""
+        """Number of broken completions so far."""
         self._fault = fault
         self._engine = engine
         self._every = every
@@ -68,25 +68,25 @@ class HostileEngine:
 
     @property
     def version(self) -> int:
-        """The wrapped engine's."""
+        """The wrapped engine's version."""
         version: int = self._engine.version
         return version
 
     @property
     def context_length(self) -> int:
-        """The wrapped engine's."""
+        """The wrapped engine's context length."""
         length: int = self._engine.context_length
         return length
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while unpickling there is no wrapped engine yet
+        if name.startswith("_"):  # while unpickling, the wrapped engine is not set yet
             raise AttributeError(name)
         return getattr(self._engine, name)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Any:
-        """The wrapped engine's completion, every ``every``-th broken."""
+        """Return the wrapped engine's completion; every ``every``-th is broken."""
         answer = await self._engine.generate(prompt_ids, params, session=session)
         if next(self._numbers) % self._every:
             return answer
@@ -97,12 +97,12 @@ class HostileEngine:
 
 
 def engine_faults() -> tuple[str, ...]:
-    """The rules that ``HostileEngine`` can break, by name."""
+    """Return the names of the rules that ``HostileEngine`` can break."""
     return tuple(COMPLETION_FAULTS)
 
 
 def _resized(completion: Completion, count: int) -> Completion:
-    """Cut to ``count`` tokens, or extended by repeating its last token."""
+    """Cut a completion to ``count`` tokens, or extend it by repeating its last token."""
     places = np.minimum(np.arange(count), max(0, len(completion.token_ids) - 1))
     return attrs.evolve(
         completion,
@@ -142,7 +142,7 @@ def _stop_called_length(completion: Completion, request: Request) -> Completion:
 
 
 def _first(field: str, value: Callable[[Request], float]) -> Corrupt:
-    """Replace ``field`` at the first token."""
+    """Make a fault that replaces ``field`` at the first token."""
 
     def corrupt(completion: Completion, request: Request) -> Completion:
         values = getattr(completion, field).copy()
@@ -160,7 +160,7 @@ def _versions_go_back(completion: Completion, request: Request) -> Completion:
 
 
 def _version(value: Callable[[Request], int]) -> Corrupt:
-    """Replace the version of every token."""
+    """Make a fault that replaces the version of every token."""
 
     def corrupt(completion: Completion, request: Request) -> Completion:
         versions = np.full_like(completion.versions, value(request))
@@ -193,17 +193,17 @@ COMPLETION_FAULTS: Mapping[str, Corrupt] = {
 
 
 class HostileEnvironment:
-    """Breaks one rule for samples in every ``every``-th rollout.
+    """An environment that breaks one rule for samples in every ``every``-th rollout.
 
         environment = testing.HostileEnvironment("nan_logprob", environment, every=10)
 
     Args:
         fault: one of ``environment_faults()``.
-        environment: plays valid rollouts.
-        every: 1 breaks all of them.
+        environment: the wrapped environment, which plays valid rollouts.
+        every: 1 breaks all rollouts.
 
     Raises:
-        ValueError: there is no such fault.
+        ValueError: ``fault`` is unknown.
     """
 
     def __init__(self, fault: str, environment: Environment, *, every: int = 1) -> None:
@@ -215,7 +215,7 @@ class HostileEnvironment:
         self._numbers = itertools.count(1)
 
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
-        """The wrapped environment's rollout, every ``every``-th broken."""
+        """Return the wrapped environment's rollout; every ``every``-th is broken."""
         played: Awaitable[Rollout] = self._environment(task, engine, params)
         rollout = await played
         if next(self._numbers) % self._every:
@@ -226,12 +226,12 @@ class HostileEnvironment:
 
 
 def environment_faults() -> tuple[str, ...]:
-    """The rules that ``HostileEnvironment`` can break, by name."""
+    """Return the names of the rules that ``HostileEnvironment`` can break."""
     return tuple(SAMPLE_FAULTS)
 
 
 def _trained(field: str, value: Callable[[Request], Any]) -> Callable[[Sample, Request], Sample]:
-    """Replace ``field`` at the last trained token."""
+    """Make a fault that replaces ``field`` at the last trained token."""
 
     def corrupt(sample: Sample, request: Request) -> Sample:
         new = value(request)

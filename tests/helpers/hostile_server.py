@@ -29,24 +29,24 @@ Json = dict[str, Any]
 
 
 class HostileServer:
-    """Breaks one rule in every ``every``-th response of one route; all others are like vLLM's.
+    """A server that breaks one rule in every ``every``-th response of a route.
 
         with testing.HostileServer("gzip_bomb") as server:
             engine = serving.VLLMEngine(server.url)
 
-    Its greedy tokens are ``(sum(prompt) + i) % vocab_size``. It accepts any weight update and
-    reports the label of the last one.
+    All other responses are like vLLM's. The greedy tokens are ``(sum(prompt) + i) % vocab_size``.
+    The server accepts any weight update and reports the label of the last one.
 
     Args:
-        fault: one of ``server_faults()``; those of completions apply to ``GENERATE`` only. None
+        fault: one of ``server_faults()``; faults of completions apply to ``GENERATE`` only. None
             breaks no rule.
-        route: whose responses are broken.
-        every: 1 breaks all of them.
+        route: the route with broken responses.
+        every: 1 breaks all responses.
         vocab_size: the number of token ids.
         context_length: the maximum number of tokens of one request.
 
     Raises:
-        ValueError: there is no such fault.
+        ValueError: ``fault`` is unknown.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class HostileServer:
         self.fault = fault
         self.route = route
         self.broken = 0
-        """Responses broken so far."""
+        """Number of broken responses so far."""
         self.sent_bytes = 0
-        """Bytes sent of endless bodies."""
+        """Number of bytes of endless bodies that were sent."""
         self.label = "default"
         self.url = ""
         self._every = every
@@ -161,7 +161,7 @@ class HostileServer:
 
 
 def _wire(completion: Any, run: str, body: Json) -> Json:
-    """A completion as vLLM encodes it, or the object in its place."""
+    """Encode a completion like vLLM; other objects are put in its place unchanged."""
     if not isinstance(completion, Completion):
         return {"choices": [completion]}
     tokens = completion.token_ids.tolist()
@@ -187,7 +187,7 @@ def _wire(completion: Any, run: str, body: Json) -> Json:
 
 
 def server_faults() -> tuple[str, ...]:
-    """The rules that ``HostileServer`` can break, by name."""
+    """Return the names of the rules that ``HostileServer`` can break."""
     return (*COMPLETION_FAULTS, *ANSWER_FAULTS, *BODY_FAULTS)
 
 
@@ -204,7 +204,7 @@ def _span(start: int, end: int) -> Callable[[Json], Json]:
 
 
 def _label(number: str) -> Callable[[Json], Json]:
-    """A label of the server's run with another number."""
+    """Make a fault that replaces the number in the label of the weights."""
 
     def corrupt(answer: Json) -> Json:
         if "weight_version" in answer:
@@ -259,7 +259,7 @@ def _body(content: Callable[[], bytes], **headers: str) -> Any:
 
 @functools.cache
 def _gzip_bomb() -> bytes:
-    """Half a gigabyte of spaces, in two megabytes."""
+    """Compress half a gigabyte of spaces into two megabytes."""
     packed = zlib.compressobj(level=1, wbits=31)
     parts = [packed.compress(CHUNK) for _ in range(GZIP_BYTES // len(CHUNK))]
     return b"".join([*parts, packed.flush()])
@@ -273,7 +273,7 @@ async def _huge_length(_server: HostileServer, request: web.Request) -> web.Stre
 
 
 def _begin_routes() -> bytes:
-    """A response up to the expert routes of four tokens."""
+    """Return a response up to and including the expert routes of four tokens, unfinished."""
     file = io.BytesIO()
     np.save(file, np.zeros((4, 2, 2), np.uint8))
     return b'{"choices":[{"routed_experts":"' + base64.b64encode(file.getvalue())

@@ -1,7 +1,7 @@
-"""What a test leaves behind that a later one could stumble over.
+"""Detection of a test's leftovers that could affect later tests.
 
-Processes are those that inherited ``MARK``, and children of this process: also those that have
-ended and that nobody has waited for.
+Leftover processes are child processes of this process and processes that inherited ``MARK``,
+including ended ones that nobody has waited for.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-ENDS_S = 10.0  # for a thread or a process that has been told to end
+ENDS_S = 10.0  # timeout for a thread or a process that was asked to end
 MARK = "PRIMERL_TESTS_PROCESS"
 OWN_FILES = ("torchinductor_", "torchelastic_")  # torch's caches, and the logs of torchrun
 OWN_VARIABLES = {
@@ -24,17 +24,17 @@ _kept: set[int] = set()
 
 
 def keep_process(pid):
-    """Not a leftover: a server that all tests of this process share."""
+    """Exempt a process, such as a server that all tests of this process share."""
     _kept.add(pid)
 
 
 def mark_processes():
-    """Let this process recognize what it starts from now on."""
+    """Mark the environment, so that processes started from now on can be recognized."""
     os.environ[MARK] = str(os.getpid())
 
 
 class Leftovers:
-    """Compares what there is now with what there was when this was made."""
+    """A snapshot of threads, processes, files, settings and handlers, to compare with later."""
 
     def __init__(self):
         self._threads = set(threading.enumerate())
@@ -44,7 +44,7 @@ class Leftovers:
         self._handlers = _log_handlers()
 
     def found(self):
-        """One line for each leftover; variables are restored."""
+        """Return one line for each leftover, and restore changed variables."""
         return [
             *self._living_threads(),
             *self._new_processes(),
@@ -93,7 +93,7 @@ class Leftovers:
 
 
 def _log_handlers():
-    """The handlers of this project's loggers."""
+    """Return the handlers of this project's loggers."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith("primerl")]
     return {(name, handler) for name in names for handler in logging.getLogger(name).handlers}
 
@@ -103,7 +103,7 @@ def _process_ids():
 
 
 def _describe(pid):
-    """A line about a process, if this one or a descendant started it."""
+    """Describe a process in one line if this process or a descendant started it, else None."""
     folder = Path("/proc", str(pid))
     try:
         _, _, rest = (folder / "stat").read_bytes().rpartition(b") ")
@@ -112,7 +112,7 @@ def _describe(pid):
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    except PermissionError:  # another user's
+    except PermissionError:  # a process of another user
         return None
     ours = (
         inherited or tempfile.gettempdir() in command

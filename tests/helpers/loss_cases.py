@@ -1,4 +1,4 @@
-"""Helpers of the tests of primerl.loss: token losses behind one call, rows, threads as ranks."""
+"""Test helpers for primerl.loss: a common interface to token losses, rows, threads as ranks."""
 
 import functools
 import threading
@@ -16,7 +16,7 @@ F64 = {"dtype": torch.float64}
 
 @attrs.frozen(eq=False, kw_only=True)
 class Rows:
-    """The inputs of token losses for each row, beside the trainer's logprobs."""
+    """The inputs of token losses for each row, besides the trainer's logprobs."""
 
     behavior: torch.Tensor
     advantages: torch.Tensor
@@ -30,7 +30,7 @@ class Rows:
 
 
 def random_rows(lengths=(6, 3, 1, 8, 4), *, seed=0, spread=0.3, **kind):
-    """Logprobs and rows of documents with a masked prompt; every third trains nothing at all."""
+    """Make logprobs and rows of documents with a masked prompt; every third trains no token."""
     generator = torch.Generator().manual_seed(seed)
     kind = F64 | kind
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -154,19 +154,19 @@ REDUCTIONS = {
 
 
 def alone(x):
-    """The sum over one rank."""
+    """Sum over a single rank, which returns ``x``."""
     return x
 
 
 class Ranks:
-    """Threads that stand for ranks, with a sum over all of them."""
+    """Threads that act as ranks, with a sum over all ranks."""
 
     def __init__(self, count):
         self._parts = [None] * count
         self._barrier = threading.Barrier(count, timeout=30)
 
     def run(self, fn):
-        """``fn(rank, all_sum)`` on every rank, at the same time."""
+        """Run ``fn(rank, all_sum)`` on all ranks concurrently."""
         with ThreadPoolExecutor(len(self._parts)) as pool:
             futures = [pool.submit(self._guarded, fn, rank) for rank in range(len(self._parts))]
         return [future.result() for future in futures]
@@ -182,21 +182,21 @@ class Ranks:
         assert not x.requires_grad, "only sums without gradient may cross ranks"
         self._parts[rank] = x
         self._barrier.wait()
-        total = torch.stack(self._parts).sum(0)  # fails where ranks bring different shapes
+        total = torch.stack(self._parts).sum(0)  # fails if the shapes of the ranks differ
         self._barrier.wait()
         return total
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Step:
-    """The documents of one step. Token i of the step has the id i, and logprobs of its own."""
+    """The documents of one step. Token i of the step has the id i, and its own logprobs."""
 
     samples: list
     logprobs: torch.Tensor
     proximal: torch.Tensor
 
     def rows(self, batch):
-        """What a packed batch says of its rows."""
+        """Return the rows of a packed batch."""
         return Rows(
             behavior=batch.behavior_logprobs.double(),
             advantages=batch.advantages.double(),
@@ -207,7 +207,7 @@ class Step:
         )
 
     def mean(self, x, rows, recipe, all_sum=alone):
-        """This part of the step's loss, by a recipe: (token loss, correction, reduction)."""
+        """Compute a part of the step's loss with a recipe: (token loss, correction, reduction)."""
         surrogate, correction, reduction = recipe
         per_token = SURROGATES[surrogate](x, rows, all_sum)[0]
         if correction is not None:
@@ -217,7 +217,7 @@ class Step:
         return REDUCTIONS[reduction](per_token, rows, all_sum, tokens, sequences)
 
     def gradient(self, parts, recipe, all_sum=alone):
-        """The loss of the parts ``(labels, rows)`` of a step, and its gradient by token id."""
+        """Return the loss of the parts ``(labels, rows)`` of a step, and its gradient by token."""
         table = self.logprobs.clone().requires_grad_()
         total = torch.zeros((), **F64)
         for labels, rows in parts:
@@ -227,14 +227,14 @@ class Step:
         return total, table.grad
 
     def packed(self, *, max_tokens, ranks, order=None):
-        """For each rank, the parts ``(labels, rows)`` that it gets."""
+        """Pack the step; return the parts ``(labels, rows)`` of each rank."""
         samples = [self.samples[i] for i in order] if order is not None else self.samples
         batches = packing.pack(samples, max_tokens=max_tokens, ranks=ranks)
         return [[(b.labels, self.rows(b)) for b in mine] for mine in batches]
 
 
 def random_step(lengths=(5, 17, 9, 2, 30, 12, 7, 3, 21, 4), *, seed=0):
-    """Documents of which some have a long prompt, and one has nothing to train."""
+    """Make a step of random documents with masked prompts; one of them has no trained token."""
     rng = np.random.default_rng(seed)
     samples, start = [], 0
     for number, length in enumerate(lengths):
@@ -253,7 +253,7 @@ def random_step(lengths=(5, 17, 9, 2, 30, 12, 7, 3, 21, 4), *, seed=0):
         start += length
     behavior = np.concatenate([sample.behavior_logprobs for sample in samples])
     noise = rng.standard_normal((2, start))
-    # Some documents are off policy as a whole, so that their ratios get clipped.
+    # Shift whole documents off policy, so that some ratios are clipped.
     drift = np.repeat(0.2 * rng.standard_normal(len(lengths)), lengths)
     logprobs, proximal = torch.from_numpy(behavior + drift + 0.3 * noise)
     return Step(samples=samples, logprobs=logprobs, proximal=proximal)

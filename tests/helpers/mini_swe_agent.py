@@ -1,4 +1,4 @@
-"""mini-swe-agent from PyPI as a command for ``rollout.command_agent``, unchanged."""
+"""The unmodified mini-swe-agent from PyPI as a command for ``rollout.command_agent``."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ VARIABLES = {
 
 
 def command_with(*settings):
-    """The command of a task, with further settings of mini-swe-agent as ``key=value``."""
+    """Return the command of a task, with further settings of mini-swe-agent as ``key=value``."""
 
     def command(task, session):
         every = [

@@ -1,8 +1,8 @@
-"""Runs a command as an ordinary user: ``python ordinary_user.py UID FOLDER COMMAND...``, as root.
+"""Run a command as an ordinary user: ``python ordinary_user.py UID FOLDER COMMAND...``, as root.
 
-The interpreter and the repository may lie in folders that only root can enter. So the command runs
-in a mount namespace of its own, in which they appear again, at the same paths, below folders that
-everybody can enter. ``FOLDER`` becomes that user's.
+The interpreter and the repository may be in folders that only root can enter. The command therefore
+runs in its own mount namespace. There, the interpreter and the repository have the same paths, but
+below folders that everybody can enter. ``FOLDER`` is given to the user.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from primerl.sandbox.engine.barriers import kernel
+from primerl.sandbox.guest.isolation import kernel
 
 
 def main(uid: int, folder: str, command: list[str]) -> None:
@@ -42,7 +42,7 @@ def main(uid: int, folder: str, command: list[str]) -> None:
 
 
 def first_closed(path: str) -> str | None:
-    """The highest folder above ``path`` that others can't enter."""
+    """Return the topmost folder above ``path`` that other users can't enter, or None."""
     for parent in [*reversed(Path(path).parents)][1:]:
         if not os.stat(parent).st_mode & stat.S_IXOTH:
             return str(parent)

@@ -4,7 +4,7 @@ import re
 
 
 def edits(page):
-    """What each ``diff`` block replaces, and by what."""
+    """Yield the old and the new text of each ``diff`` block."""
     for block in re.findall(r"```diff\n(.*?)```", page, flags=re.DOTALL):
         lines = block.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if line[0] in " -")
@@ -13,7 +13,7 @@ def edits(page):
 
 
 def edited(root, folder, page):
-    """The path of a recipe after the edits of ``page``."""
+    """Apply the edits of ``page`` to a copy of the recipe; return its path."""
     recipe = (root / "recipes/async_grpo.py").read_text()
     for before, after in edits(page):
         assert recipe.count(before) == 1, before
@@ -24,12 +24,12 @@ def edited(root, folder, page):
 
 
 def part(root, number):
-    """The page's edits up to where they "start again" for the first time, to the second, ..."""
+    """Return a part of the page; the edits of each part "start again" from the recipe."""
     page = (root / "docs/recipes.md").read_text()
     return page.split("start again from the recipe")[number]
 
 
 def section(root, heading):
-    """One section of the page."""
+    """Return one section of the page."""
     page = (root / "docs/recipes.md").read_text()
     return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]

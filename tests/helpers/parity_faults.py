@@ -1,8 +1,9 @@
-"""Faults that parity must find, and the program of ranks that injects them.
+"""Faults that the parity checks must find, and the rank program that injects them.
 
-``pytest -m slow tests/parity/test_parity_faults.py`` runs the whole list, continuous integration
-those that are ``quick``. Each replaces something in a module of this package, on every rank, while
-a family is trained on a mesh; some difference of ``parity.checks`` must then exceed its tolerance.
+``pytest -m slow tests/parity/test_parity_faults.py`` runs all faults, continuous integration only
+those marked ``quick``. Each fault replaces something in a module of this package on every rank
+while a model family is trained on a mesh. Some difference of ``parity.checks`` must then exceed its
+tolerance.
 """
 
 import json
@@ -24,12 +25,12 @@ from primerl.loss import logprobs
 from primerl.models import pretrained
 from primerl.optim import muon
 from primerl.packing import PackedBatch, batch
-from primerl.parallel import gradients, scattering, sharding
+from primerl.parallel import gradients, host_values, sharding
 from primerl.parallel.context_parallel import attention, sharing
 from primerl.parallel.expert_parallel import dispatch
 from primerl.parity.checks import Finding, MeshPlan, on_mesh
+from primerl.parity.mesh_training import model_documents
 from primerl.parity.reference import sampled, train
-from primerl.parity.training import model_documents
 from primerl.testing.families import tiny_family
 
 FAMILY = "glm4_moe"
@@ -46,7 +47,7 @@ MUON = MeshPlan(ep=2, optimizer="muon", resume=True)
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """A fault, and the mesh that shows it."""
+    """A fault, and the mesh on which it shows."""
 
     name: str
     plan: MeshPlan
@@ -67,13 +68,13 @@ def fault(name: str, plan: MeshPlan, *, quick: bool = False) -> Callable[..., No
 
 
 def around(patch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``call``, whose first argument is the original."""
+    """Replace ``owner.name`` with ``call``, whose first argument is the original."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: call(real, *args, **kwargs))
 
 
 class InsteadOf:
-    """A module with some names replaced, for one of our modules to use in its place."""
+    """A stand-in for a module, with some of its names replaced."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         self.__dict__.update(names)
@@ -177,7 +178,7 @@ def _(patch):
 def _(patch):
     def twice(real, *args, **kwargs):
         plan = real(*args, **kwargs)
-        plan[0][0].append(plan[0][0][0])  # the first of a micro-batch shares nothing
+        plan[0][0].append(plan[0][0][0])  # the first sequence of a micro-batch shares no prefix
         return plan
 
     around(patch, batch, "family_bins", twice)
@@ -364,7 +365,7 @@ def _(patch):
 
 
 def summing(patch: pytest.MonkeyPatch, all_reduce: Callable[..., Any]) -> None:
-    patch.setattr(scattering, "dist", InsteadOf(dist, all_reduce=all_reduce))
+    patch.setattr(host_values, "dist", InsteadOf(dist, all_reduce=all_reduce))
 
 
 @fault("sums over ranks are made twice", FSDP, quick=True)
@@ -394,7 +395,7 @@ def _(patch):
 def _(patch):
     around(
         patch,
-        scattering,
+        host_values,
         "_checked",
         lambda real, *args: [real(*args)[0]] * dist.get_world_size(),
     )
@@ -428,7 +429,7 @@ def _(patch):
 
 
 def saving_swapped(patch: pytest.MonkeyPatch, name: str) -> None:
-    """Save what two layers have under this name under each other's."""
+    """Swap the tensors with this name between two layers when saving."""
 
     def swapped(real, tensors):
         pieces = {piece.name: piece for piece in real(tensors)}
@@ -532,7 +533,7 @@ def _(patch):
     with_arguments(patch, steps=4)
 
 
-# What is published
+# Publication
 
 
 @fault("a tensor is saved under another's name", REPLICAS)
@@ -546,11 +547,11 @@ def _(patch):
 
 
 def main(names: str, folder: str) -> None:
-    """Train without a fault on each mesh, then with each fault, and write what parity found.
+    """Train without a fault on each mesh, then with each fault, and write the failed checks.
 
     Args:
         names: ``quick`` or ``all``.
-        folder: for ``found.json``, by rank 0: the checks that each one failed.
+        folder: folder in which rank 0 writes ``found.json``, with the failed checks of each fault.
     """
     torch.set_num_threads(1)
     with parallel.process_group(timeout_s=TIMEOUT_S) as world:

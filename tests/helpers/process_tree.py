@@ -1,8 +1,9 @@
-"""A stand-in for a server: forks children that ignore SIGTERM, one of them in a session of its own.
+"""A fake server that forks children that ignore SIGTERM, one of them in its own session.
 
     python process_tree.py LOG [EXIT_CODE]
 
-appends the id of each process to LOG; with EXIT_CODE it ends by itself, once the others run.
+The program appends the id of each process to LOG. With EXIT_CODE, it ends with that code as soon as
+the other processes run.
 """
 
 import os
@@ -32,7 +33,7 @@ if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         linger("orphan")
-    os._exit(0)  # its child loses its parent
+    os._exit(0)  # orphans its child
 while Path(sys.argv[1]).read_text(encoding="utf-8").count("\n") < 3:
     time.sleep(0.01)
 say("server")

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM servers: replicas that really read publications, without vLLM."""
+"""Fake vLLM servers: servers that read real publications, without vLLM."""
 
 import threading
 from datetime import timedelta
@@ -12,11 +12,11 @@ from primerl._common.digests import digest_of, digest_of_all, raw_bytes
 from primerl.weights.transports.broadcast_group import join_group
 from primerl.weights.transports.folder_reader import FolderReader
 
-ROUNDING = 5e-5  # of logprobs in float32, in nats
+ROUNDING = 5e-5  # rounding error of logprobs in float32, in nats
 
 
 class Replica:
-    """One worker: fetches, opens and keeps the tensors as a vLLM worker's receiver does."""
+    """One worker that fetches, opens and stores tensors like a vLLM worker's receiver."""
 
     def __init__(self):
         self.tensors, self.version, self.reader, self.kinds = {}, None, None, []
@@ -48,7 +48,7 @@ class Replica:
 
 
 class Replicas:
-    """A ``weights.Fetcher`` over a few replicas of one worker each."""
+    """A ``weights.Fetcher`` over a few servers of one worker each."""
 
     def __init__(self, count=1):
         self.workers = {f"http://replica{i}": Replica() for i in range(count)}
@@ -58,21 +58,21 @@ class Replicas:
         self.calls += 1
         assert update["version"] == version
         try:
-            for replica in self.workers.values():
-                replica.prepare(update)
-            for replica in self.workers.values():
-                replica.load(update)
+            for server in self.workers.values():
+                server.prepare(update)
+            for server in self.workers.values():
+                server.load(update)
         except ValueError as error:
-            raise RuntimeError(f"a replica did not take version {version}: {error}") from error
-        return {url: [replica.receipt] for url, replica in self.workers.items()}
+            raise RuntimeError(f"a server did not take version {version}: {error}") from error
+        return {url: [server.receipt] for url, server in self.workers.items()}
 
     def close(self):
-        for replica in self.workers.values():
-            replica.close()
+        for server in self.workers.values():
+            server.close()
 
 
 def train(model, *, scale=1e-3, fraction=0.01, seed=0):
-    """A stand-in for a step: a few entries of each parameter move."""
+    """Imitate a training step: change a few entries of each parameter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +81,7 @@ def train(model, *, scale=1e-3, fraction=0.01, seed=0):
 
 
 def logprobs_of(model, token_ids, *, temperature=1.0):
-    """Of each token given those before it, by a plain forward pass; entry 0 is 0."""
+    """Return each token's logprob given its prefix, from a plain forward pass; entry 0 is 0."""
     ids = torch.tensor([token_ids])
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0].float()
@@ -90,10 +90,10 @@ def logprobs_of(model, token_ids, *, temperature=1.0):
 
 
 def check_rounding(errors):
-    """Differences of logprobs, in nats, are no more than what float32 rounds.
+    """Check that differences of logprobs, in nats, are no more than float32 rounding.
 
     With SmolLM2 on a vLLM server whose weights never changed, 1 of 4,320 sampled tokens differed by
-    more than 5e-5, and that by 1e-4, from a forward pass in float64 as from one in float32.
+    more than 5e-5, namely by 1e-4, both from a forward pass in float64 and from one in float32.
     """
     errors = np.ravel(errors)
     assert errors.max() < 20 * ROUNDING
@@ -101,7 +101,7 @@ def check_rounding(errors):
 
 
 def check_logprobs(found, expected):
-    """They are equal but for what float32 rounds."""
+    """Check that logprobs are equal up to float32 rounding."""
     check_rounding(np.abs(np.asarray(found) - np.asarray(expected)))
 
 
@@ -110,7 +110,7 @@ def same_bits(a, b):
 
 
 class StoreCommunicator:
-    """Broadcasts through a store of torch, whose address stands for NCCL's unique id."""
+    """A communicator that broadcasts through a torch store; its address acts as NCCL's id."""
 
     def __init__(self, place):
         host, port, self._group = place.unique_id.decode().split(":")
@@ -131,7 +131,7 @@ class StoreCommunicator:
 
 
 class StoreMeeting:
-    """What ``weights.NCCL`` needs to use it."""
+    """The rendezvous that ``weights.NCCL`` needs for a ``StoreCommunicator``."""
 
     def __init__(self):
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -146,7 +146,7 @@ class StoreMeeting:
 
 
 class BroadcastReplicas:
-    """Replicas that take broadcasts, with some workers each, as vLLM's receivers do."""
+    """Servers of several workers each that receive broadcasts like vLLM's receivers."""
 
     def __init__(self, *workers):
         self.counts = {f"http://replica{i}": count for i, count in enumerate(workers)}

@@ -1,10 +1,10 @@
-"""Training steps whose content does not matter."""
+"""Training steps on random data, for tests that only need changed weights."""
 
 import torch
 
 
 def trained(model, *, seed, lr):
-    """One step of AdamW on random data: every tensor moves by about the learning rate."""
+    """Take one AdamW step on random data; every tensor changes by about the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(2, 60, (4, 32), generator=generator)
     logprobs = model(rows).logits[:, :-1].log_softmax(-1).gather(2, rows[:, 1:, None])

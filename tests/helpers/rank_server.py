@@ -1,8 +1,8 @@
-"""Runs rank programs as torchrun does, but forks the ranks from a process that imported torch once.
+"""A server that runs rank programs like torchrun, but forks the ranks after importing torch once.
 
-Started by forked_ranks.py. Reads jobs from stdin, one JSON object a line: the program, its
-arguments, the number of ranks, the folder to run in, the file for what they print, and a time limit
-in seconds. Answers each by a line: 0, or another number if a rank failed.
+forked_ranks.py starts the server. The server reads jobs from stdin, one JSON object per line: the
+program, its arguments, the number of ranks, the working folder, the file for the output, and a time
+limit in seconds. It answers each job with a line: 0, or another number if a rank failed.
 """
 
 import importlib
@@ -32,20 +32,20 @@ LIBRARIES = [
     "primerl.testing",
     "primerl.weights",
 ]
-GRACE_S = 30.0  # between SIGTERM and SIGKILL, as torchrun's
+GRACE_S = 30.0  # between SIGTERM and SIGKILL, as in torchrun
 
 
 def load_libraries():
     for name in LIBRARIES:
         module = importlib.import_module(name)
         for public in getattr(module, "__all__", []) if name.startswith("primerl.") else []:
-            getattr(module, public)  # primerl loads what is asked for
+            getattr(module, public)  # primerl imports its public names lazily
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"a process of {threads} threads cannot be forked"
 
 
 def become_rank(job, rank, port_from):
-    """Make this fork what torchrun would have started."""
+    """Set up this fork like a rank that torchrun starts."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -63,7 +63,7 @@ def become_rank(job, rank, port_from):
 
 
 def supervise(ranks, deadline):
-    """Whether a rank failed, once all have ended; the others are told to end then, or in time."""
+    """Wait for all ranks; return whether one failed. A failure or the deadline ends the others."""
     codes, killing_at = {}, None
     while len(codes) < len(ranks):
         for pid in ranks:
@@ -86,7 +86,7 @@ def signal_all(pids, number):
 
 
 def launch(job):
-    """Fork the ranks and wait for them; returns in the ranks only."""
+    """Fork the ranks and wait for them. Returns only in the ranks."""
     os.chdir(job["folder"])
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -102,7 +102,7 @@ def launch(job):
         os.close(port_from)
         ranks.append(pid)
         pipes.append(port_to)
-    # The store has threads, so it comes after the forks; the system chooses its port.
+    # Create the store after the forks, since it has threads. The system chooses its port.
     from torch.distributed import TCPStore
 
     store = TCPStore(
@@ -120,7 +120,7 @@ def launch(job):
 
 
 def serve():
-    """Answer jobs until stdin ends; returns whether this process is a rank."""
+    """Answer jobs until stdin ends; return whether this process is a rank."""
     for line in sys.stdin:
         pid = os.fork()
         if not pid:

@@ -1,4 +1,4 @@
-"""A recipe, run as a script, with a reward that any policy gets sometimes: RECIPE [flags]."""
+"""Run RECIPE [flags] with a reward that any policy sometimes gets."""
 
 import importlib.util
 import sys

@@ -1,7 +1,8 @@
-"""The recipe for supervised fine-tuning, which records its batches and may be killed.
+"""The SFT recipe with recording of its batches and an optional kill.
 
-python recorded_sft.py RECIPE RECORD KILL_AT [its arguments]: a line of RECORD for each step, the
-token ids of its samples; SIGKILL before the step that draws batch KILL_AT of this process.
+Run ``python recorded_sft.py RECIPE RECORD KILL_AT [its arguments]``. RECORD gets one line per step,
+with the token ids of the samples. The process is killed with SIGKILL before the step that draws its
+batch number KILL_AT.
 """
 
 import importlib.util

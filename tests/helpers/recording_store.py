@@ -1,4 +1,4 @@
-"""A store of expert routes that records what it is given."""
+"""A store of expert routes that records its calls."""
 
 import attrs
 import numpy as np
@@ -6,13 +6,13 @@ import numpy as np
 
 @attrs.define
 class RecordingStore:
-    """References are ``fake:0``, ``fake:1``, ...; ``check`` refuses samples without any."""
+    """A fake store with references ``fake:0``, ``fake:1``, ...; ``check`` requires a reference."""
 
     puts: list = attrs.Factory(list)
-    """The rows, and the other arguments, of each call."""
+    """The rows and the other arguments of each call."""
     checked: list = attrs.Factory(list)
     fault: str = ""
-    """What ``put`` refuses everything with."""
+    """Message of the error that ``put`` always raises, if it is set."""
 
     def put(self, rows, *, start, versions, shared=0):
         if self.fault:

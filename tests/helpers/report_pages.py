@@ -1,4 +1,4 @@
-"""What a report's page holds, and the page in a browser, if there is a Chromium."""
+"""Access to the data in a report's page, and to the page in a Chromium browser."""
 
 import asyncio
 import base64
@@ -13,7 +13,7 @@ needs_chromium = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a Ch
 
 
 def embedded(path):
-    """The data in a page, by the id of its element."""
+    """Return the data embedded in a page, by the id of its element."""
     found = re.findall(
         r'<script type="application/gzip" id="(.*?)">(.*?)</script>', path.read_text()
     )
@@ -21,7 +21,7 @@ def embedded(path):
 
 
 def in_browser(file, folder, steps, **settings):
-    """Run ``steps(page)`` in a page that shows a file, which must not complain."""
+    """Run ``steps(page)`` in a page that shows a file, and check that it has no errors."""
 
     async def visit():
         async with browser.opened(file, folder / "profile", **settings) as page:

@@ -1,25 +1,25 @@
-"""What jaxtyping's import hook wraps functions of the package in: see pyproject.toml."""
+"""Runtime type checks that jaxtyping's import hook adds to the package; see pyproject.toml."""
 
 import importlib.util
 from typing import Literal, get_args, get_origin
 
 if importlib.util.find_spec("beartype") is None:
-    # A machine lent for its GPU has other packages: there, the tests run without these checks.
+    # Without beartype, for example on a machine lent for its GPU, tests run without these checks.
     def _checked(function):
         return function
 
 else:
     from beartype import BeartypeConf, beartype
 
-    _checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
+    _checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # accepts an int as a float
 
 
 def checked(function):
-    """Types are checked when the function is called.
+    """Wrap a function so that its types are checked when it is called.
 
-    Not those of a function within a function, which would be wrapped at every call of the outer
-    one: that took half of the time of all tests. And not where a ``Literal`` lists the choices: a
-    function refuses others by an error of its own, which is tested.
+    Two kinds of functions are not wrapped. A nested function would be wrapped at every call of the
+    outer function, which took half of the time of all tests. A function with a ``Literal`` argument
+    refuses other values with its own error, which is tested.
     """
     hints = function.__annotations__.values()
     chooses = any(

@@ -1,8 +1,9 @@
 # ruff: noqa: E501 - programs for sandboxes
-"""Attacks on a sandbox. Each prints ``PWNED`` if it works, and is bounded: no real bomb.
+"""Attacks on a sandbox. Each prints ``PWNED`` if it succeeds, and its use of resources is bounded.
 
-``@SECRET@`` is a file of the host's, ``@PID@`` a process, ``@PORT@`` a TCP port of its loopback,
-``@ADDRESS@`` its address, ``@SOCKET@`` a Unix socket and ``@ABSTRACT@`` the name of an abstract one.
+Placeholders stand for objects of the host: ``@SECRET@`` for a file, ``@PID@`` for a process,
+``@PORT@`` for a TCP port on its loopback interface, ``@ADDRESS@`` for its address, ``@SOCKET@`` for a
+Unix socket and ``@ABSTRACT@`` for the name of an abstract one.
 """
 
 PRELUDE = """
@@ -226,7 +227,7 @@ for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE, 
     "bytes that are no UTF-8": "os.write(1, bytes(range(256)) * 10)",
 }
 
-# Others, of our own.
+# Further attacks that are our own.
 FURTHER = {
     "remounting by the new calls": """
 for number in (428, 429, 430, 431, 432, 433, 442, 457, 458, 155):
@@ -348,7 +349,7 @@ with open("sparse", "wb") as file:
 """,
 }
 
-# Of a second round.
+# Attacks of a second round.
 FURTHER |= {
     "io_uring and others by number": """
 b = ctypes.create_string_buffer(4096)
@@ -570,7 +571,7 @@ bomb()
 """,
 }
 
-# How the result shows that an attack was stopped, where that is by a limit.
+# Attacks that a limit stops, with the word for the limit in the result.
 LIMITED = {
     "infinite output": "output",
     "loop": "timeout",

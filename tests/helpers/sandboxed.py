@@ -1,4 +1,4 @@
-"""Where sandboxes can be made, and what they leave behind."""
+"""Test helpers for sandboxes: skip conditions, pools and leftover processes."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from primerl.sandbox import SandboxPool, SandboxUnavailable
 
 
 def reason_against() -> str:
-    """Why no sandbox can be made here, or an empty string."""
+    """Return the reason why no sandbox can be created here, or an empty string."""
 
     async def attempt() -> str:
         try:
@@ -27,20 +27,20 @@ def reason_against() -> str:
 
 
 def needed() -> None:
-    """Skip the test, or the test module, with the reason, where no sandbox can be made."""
+    """Skip the test or the test module, with the reason, if no sandbox can be created."""
     if reason := reason_against():
         pytest.skip(f"no sandboxes here: {reason}", allow_module_level=True)
 
 
 def everybodys_python() -> str:
-    """An interpreter that sandboxes can read, whoever they belong to."""
+    """Return an interpreter that sandboxes of any user can read."""
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     closed = [path for path in Path(own).parents if not path.stat().st_mode & stat.S_IXOTH]
     return "/usr/bin/python3" if closed else own
 
 
 def with_pool(test: Callable[[SandboxPool], Coroutine[Any, Any, Any]], **arguments: Any) -> Any:
-    """The result of ``test`` with a running pool."""
+    """Run ``test`` with a running pool, and return its result."""
 
     async def run() -> Any:
         async with SandboxPool(**arguments) as pool:
@@ -50,7 +50,7 @@ def with_pool(test: Callable[[SandboxPool], Coroutine[Any, Any, Any]], **argumen
 
 
 def processes_with(mark: str) -> list[str]:
-    """Process ids whose command line holds ``mark``."""
+    """Return the ids of processes whose command line contains ``mark``."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

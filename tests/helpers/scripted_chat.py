@@ -1,4 +1,4 @@
-"""A stand-in for an OpenAI-compatible endpoint, with faults on demand."""
+"""A fake OpenAI-compatible endpoint, with faults on demand."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from aiohttp import web
 
 
 class ScriptedChat:
-    """Answers with ``reply(messages)``, a text or a whole message; on a thread of its own."""
+    """A server thread that answers with ``reply(messages)``, a text or a whole message."""
 
     def __init__(self, reply, *, key=None, models=("small",)):
         self.reply, self.key, self.models = reply, key, models
@@ -46,7 +46,7 @@ class ScriptedChat:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def _kill(self):
-        # asyncio loses sockets that it has accepted, but not made connections of, as it closes.
+        # On closing, asyncio leaks sockets that it has accepted but not yet made into connections.
         while any("_accept_connection" in t.get_coro().__qualname__ for t in asyncio.all_tasks()):
             await asyncio.sleep(0)
         await self._runner.cleanup()

@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server: the routes that VLLMEngine uses, with faults on demand."""
+"""A fake vLLM server with the routes that VLLMEngine uses, and faults on demand."""
 
 import asyncio
 import base64
@@ -14,52 +14,52 @@ HANG, DROP, GARBAGE = "hang", "drop", "garbage"
 
 
 def numbered_routes(prompt, tokens, start):
-    """Routes of two layers of two experts: row i holds ``2 i`` and ``2 i + 1``, modulo 256."""
+    """Make routes of two layers and two experts; row i has ``2 i`` and ``2 i + 1``, modulo 256."""
     first = 2 * np.arange(start, len(prompt) + len(tokens) - 1)
     rows = (first[:, None, None] + [[0, 1], [1, 0]]) % 256
     return encode_routes(rows.astype(np.uint8))
 
 
 def encode_routes(rows):
-    """As vLLM sends them."""
+    """Encode routes like vLLM."""
     file = io.BytesIO()
     np.save(file, rows)
     return base64.b64encode(file.getvalue()).decode()
 
 
 class ScriptedVLLM:
-    """Serves on a thread of its own; greedy tokens are ``(sum(prompt) + i) % vocabulary``."""
+    """A server in a thread; its greedy tokens are ``(sum(prompt) + i) % vocabulary``."""
 
     def __init__(self, *, key=None, label="default", token_s=0.0, vocabulary=64, context=128):
         self.key, self.token_s = key, token_s
         self.vocabulary, self.context = vocabulary, context
         self.first_label = self.label = label
         self.port = 0
-        self.bodies = []  # of generate
-        self.calls = []  # of the routes of updates
+        self.bodies = []  # bodies of generate requests
+        self.calls = []  # calls of the update routes
         self.running = 0
         self.peak = 0
         self.cancelled = 0
         self.faults = {}  # path -> list of HANG, DROP, GARBAGE, (status, message)
         self.hold = lambda tokens: False  # whether a request waits before its next token
         self.abort_next = 0
-        self.routes = lambda prompt, tokens, start: None  # what is sent as routed_experts
-        self.edit = lambda page: page  # of a response of generate, in bytes
+        self.routes = lambda prompt, tokens, start: None  # value of routed_experts
+        self.edit = lambda page: page  # edits the bytes of a response to generate
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
         self.served_routes = {"loaded": False}
-        self.reload_refusal = ""  # why it can't be sent weights
+        self.reload_refusal = ""  # reason why it refuses weights
         self.load_s = 0.0
-        self.unprepared = 0  # how often an update is not prepared yet
+        self.unprepared = 0  # number of times that an update is not yet prepared
         self.up = False
-        self.most_rank = 0  # of adapters; 0: it takes none
+        self.most_rank = 0  # maximum rank of adapters; 0: adapters are refused
         self.adapters = {}  # by name: number and path
-        self.digests = {}  # by path: what its worker holds of it
+        self.digests = {}  # by path: digest that its worker holds
         self.loaded = 0
         self.answers_as = None
-        self.read_s = 0.0  # how long reading an adapter takes
+        self.read_s = 0.0  # time to read an adapter
         self.decode = str  # token ids to text
-        self.refuse = lambda body: False  # of a request to generate
+        self.refuse = lambda body: False  # whether to refuse a generate request
 
     @property
     def url(self):
@@ -73,7 +73,7 @@ class ScriptedVLLM:
         return self
 
     def kill(self):
-        """What kill -9 does: every connection is reset, and nobody listens."""
+        """Act as if killed with SIGKILL: reset all connections and stop listening."""
         if self.up:
             self._do(self._kill())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -82,7 +82,7 @@ class ScriptedVLLM:
             self.up = False
 
     def restart(self):
-        """At the same address, with the checkpoint's weights."""
+        """Restart at the same address with the checkpoint's weights."""
         self.kill()
         self.label = self.first_label
         self.adapters.clear()
@@ -108,11 +108,11 @@ class ScriptedVLLM:
 
     async def _kill(self):
         self._dying = True
-        # asyncio loses sockets that it has accepted, but not made connections of, as it closes.
+        # On closing, asyncio leaks sockets that it has accepted but not yet made into connections.
         while any("_accept_connection" in t.get_coro().__qualname__ for t in asyncio.all_tasks()):
             await asyncio.sleep(0)
         self._server.close()
-        # A connection made just now has a task that has not run: it ends itself when it does.
+        # The task of a new connection may not have run yet; it ends itself when it runs.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for writer in self._writers:
                 writer.transport.abort()
@@ -158,7 +158,7 @@ class ScriptedVLLM:
                     f"HTTP/1.1 {status} x\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
                 )
                 await writer.drain()
-                # As uvicorn does after an error of the application, whatever it has promised.
+                # uvicorn closes the connection after an application error, despite keep-alive.
                 broken = status == 500 and target != "/inference/v1/generate"
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
@@ -247,7 +247,7 @@ class ScriptedVLLM:
         return 200, {"status": "done"}
 
     def _read_adapter(self, asked):
-        """The receipt of the newest adapter."""
+        """Return the receipt of the newest adapter."""
         paths = [path for number, path in self.adapters.values() if number == self.loaded]
         if not paths or self.loaded in asked.get("known", ()):
             return {"digest": None, "tensors": 0, "ignored": [], "version": asked.get("version")}
@@ -304,7 +304,7 @@ class ScriptedVLLM:
         }
         scores = None
         if "prompt_logprobs" in params:
-            # The likeliest tokens are 0, 1, 2, ...; of 0, the logprob is 0.
+            # The most likely tokens are 0, 1, 2, ...; token 0 has the logprob 0.
             top = range(params["prompt_logprobs"])
             scores = [{str(i): {"logprob": -i / 8} for i in (*top, token)} for token in prompt]
             scores[0] = None

@@ -11,7 +11,7 @@ from primerl import testing
 
 
 def perturbed(model, seed):
-    """Other weights of the same model, far enough away to tell them apart."""
+    """Return a copy of the model with clearly different weights."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -21,7 +21,7 @@ def perturbed(model, seed):
 
 
 def wide_model(family="qwen3_moe"):
-    """Logits that differ enough for wrong weights to show."""
+    """Make a tiny model whose logits differ enough that wrong weights show."""
     return perturbed(testing.tiny_model(family), seed=99)
 
 

@@ -1,19 +1,20 @@
-"""An engine in discrete steps, whose rollouts grow until they are done or do not fit its memory."""
+"""A simulated engine whose rollouts grow in steps until they are done or memory is full."""
 
 import numpy as np
 
 
 def simulate(cap, *, capacity, length, seconds=4000.0, every=10.0, seed=0, drift=1.0):
-    """Tokens a second of finished rollouts, and the caps that were used.
+    """Simulate an engine; return tokens of finished rollouts per second, and the caps used.
 
     Args:
-        cap: a number, or ``load -> number``, called every ``every`` seconds.
-        capacity: tokens of all rollouts that fit the memory.
+        cap: the maximum number of running rollouts, or a function of the load that returns it,
+            called every ``every`` seconds.
+        capacity: the number of tokens of all rollouts that fit in memory.
         length: the mean length of a rollout, in tokens.
-        seconds: simulated.
+        seconds: the simulated time.
         every: seconds between observations.
-        seed: of the lengths.
-        drift: by how much rollouts are longer in the end.
+        seed: seed of the lengths.
+        drift: factor by which rollouts are longer at the end.
     """
     draw = np.random.default_rng(seed)
     limit = cap if isinstance(cap, (int, float)) else cap(None)
@@ -28,15 +29,15 @@ def simulate(cap, *, capacity, length, seconds=4000.0, every=10.0, seed=0, drift
             started += 1
         while waiting and tokens.sum() + 16 * (len(tokens) + 1) < capacity:
             tokens, goals = np.append(tokens, 0.0), np.append(goals, waiting.pop(0))
-        tokens += 16  # tokens of a step
-        now += 16 * (0.01 + 0.0004 * len(tokens))  # memory traffic, and each sequence's part
+        tokens += 16  # tokens per step and rollout
+        now += 16 * (0.01 + 0.0004 * len(tokens))  # memory traffic, and time per sequence
         finished = tokens >= goals
         done += goals[finished].sum()
         tokens, goals = tokens[~finished], goals[~finished]
-        while tokens.sum() > capacity:  # the youngest gives way, and starts again
+        while tokens.sum() > capacity:  # preempt the youngest rollout, which restarts later
             youngest = int(tokens.argmin())
             waiting.insert(0, goals[youngest])
-            now += 0.0002 * tokens[youngest]  # its tokens are computed again
+            now += 0.0002 * tokens[youngest]  # its tokens are recomputed
             lost += 1
             preempted += 1
             tokens, goals = np.delete(tokens, youngest), np.delete(goals, youngest)

@@ -1,4 +1,4 @@
-"""Real policy-gradient steps of SmolLM2 on a CPU, to see what a step changes."""
+"""Real policy-gradient steps of SmolLM2 on a CPU, to measure how a step changes weights."""
 
 import torch
 
@@ -20,7 +20,7 @@ def reward(text):
 
 
 def bf16_rounded(folder):
-    """SmolLM2 in float32, with weights that bfloat16 holds exactly, as those of a checkpoint."""
+    """Load SmolLM2 in float32 with weights that bfloat16 represents, like a checkpoint's."""
     model, tokenizer = models.load_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -29,7 +29,7 @@ def bf16_rounded(folder):
 
 
 def rollouts(model, tokenizer, prompt):
-    """Token ids of a group, the length of its prompt, and normalised advantages."""
+    """Return the token ids of a group, its prompt length, and normalized advantages."""
     chat = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     ids = ids["input_ids"] if hasattr(ids, "keys") else ids
@@ -49,7 +49,7 @@ def rollouts(model, tokenizer, prompt):
 
 
 def steps(model, tokenizer, *, count, lr=1e-6, seed=0):
-    """Train with AdamW on float32 weights; yields the number of each step after it."""
+    """Train float32 weights with AdamW; yield the number of each step after the step."""
     torch.manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for step in range(1, count + 1):

@@ -2,7 +2,7 @@ import torch
 
 
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """The number of elements of each tensor that is made."""
+    """Records the number of elements of each created tensor."""
 
     def __init__(self):
         super().__init__()

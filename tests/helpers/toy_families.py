@@ -1,4 +1,4 @@
-"""The families of the ``renderers`` package with tokenizers of bytes and their special tokens."""
+"""Model families of the ``renderers`` package, with byte tokenizers and their special tokens."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ NEEDED = re.compile(r"['\"]([^'\"]+)['\"]")
 
 
 def families():
-    """By name, the configurations of the renderers that need no file or tokenizer of their own."""
+    """Return, by name, the renderer configurations that need no file or special tokenizer."""
     found = {}
     for _, config in inspect.getmembers(configs, inspect.isclass):
         if issubclass(config, configs.BaseRendererConfig) and "name" in config.model_fields:
@@ -22,7 +22,7 @@ def families():
 
 
 def toy_renderer(name, **options):
-    """A renderer and its tokenizer: as many special tokens as the renderer asks for."""
+    """Return a renderer and its tokenizer, with all special tokens that the renderer requires."""
     config = families()[name](name=name, **options)
     special = ["<|endoftext|>"]
     while True:

@@ -1,9 +1,9 @@
-"""What a model's forward pass does with each weight, found by following its operations.
+"""Tracing of how a model's forward pass uses each weight.
 
-It knows no name and no class: a weight is whatever is multiplied in a matrix product, and each of
-its outputs is followed, wherever it is copied, until it is used. Outputs belong to one matrix if
-they are added, or reduced or multiplied with something together; outputs that scale one another
-belong to different ones.
+The tracer relies on no names or classes. A weight is any parameter in a matrix product. Each output
+of a weight is followed through copies until it is used. Outputs belong to one matrix if they are
+added, reduced together, or multiplied with something together. Outputs that scale one another
+belong to different matrices.
 """
 
 import torch
@@ -18,10 +18,11 @@ EMPTY = (aten.new_empty, aten.new_zeros, aten.empty_like, aten.zeros_like)
 
 
 class Uses(TorchDispatchMode):
-    """While it is active, a model's forward pass is followed.
+    """A context in which a model's forward pass is traced.
 
-    ``multiplied`` are the names of weights in matrix products, ``choosing`` of those whose outputs,
-    without another product between, choose the largest, and ``looked_up`` of those in look-ups.
+    ``multiplied`` has the names of the weights in matrix products. ``choosing`` has those whose
+    outputs reach a choice of the largest without another product in between. ``looked_up`` has
+    those in table lookups.
     """
 
     def __init__(self, model):
@@ -32,7 +33,7 @@ class Uses(TorchDispatchMode):
         self._memory = {}  # address -> storage, {weight: which of its outputs each element is}
 
     def matrices(self, name):
-        """The matrix that each output of a weight belongs to, numbered by first appearance."""
+        """Return the matrix of each output of a weight, numbered by first appearance."""
         numbers = {}
         roots = [self._root(name, n) for n in range(len(self._leaders[name]))]
         return [numbers.setdefault(root, len(numbers)) for root in roots]
@@ -60,7 +61,7 @@ class Uses(TorchDispatchMode):
         return self.names.get(x.untyped_storage().data_ptr())
 
     def _read(self, x):
-        """Which output of which weight each element of a tensor is (-1: of none)."""
+        """Return, by weight, which of its outputs each element of a tensor is (-1: none)."""
         _, known = self._memory.get(x.untyped_storage().data_ptr(), (None, {}))
         real = torch.view_as_real(x) if x.is_complex() else x
         found = {}
@@ -105,7 +106,7 @@ class Uses(TorchDispatchMode):
             self._use(followed)
 
     def _combine(self, name, packet, each, result):
-        """Element by element; outputs that are multiplied by others are not of one matrix."""
+        """Join outputs element by element; outputs multiplied by others are different matrices."""
         each = [one.expand(result.shape) for one in each]
         if packet in (aten.mul, aten.div) and any(not torch.equal(one, each[0]) for one in each):
             self._use([{name: one} for one in each])
@@ -122,7 +123,7 @@ class Uses(TorchDispatchMode):
             rows = outputs.permute(*kept, *reduced).flatten(len(kept)).flatten(0, -2)
             for row in rows.unique(dim=0).tolist():
                 self._join(name, *row)
-            if (rows == rows[:, :1]).all():  # the same output of several experts, say
+            if (rows == rows[:, :1]).all():  # for example, the same output of several experts
                 self._write(result, name, rows[:, 0].reshape(result.shape))
 
     def _use(self, followed):
@@ -154,7 +155,7 @@ def _tensors(args):
 
 
 def _mapped(args, name, read):
-    """Arguments in which tensors of numbers are the outputs that they are."""
+    """Replace tensors of real or complex numbers in the arguments with the outputs they hold."""
     if isinstance(args, torch.Tensor):
         numbers = args.is_floating_point() or args.is_complex()
         unknown = torch.full(args.shape, -1)

@@ -1,4 +1,4 @@
-"""Run by tests/vllm/test_fp8.py: what vLLM's own quantizers make of the tensors in a file."""
+"""Quantize the tensors in a file with vLLM's own quantizers; run by tests/vllm/test_fp8.py."""
 
 import sys
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ for scale in ("float32", "ue8m0"):
     for name, x in inputs.items():
         found["plain", scale, name] = QuantFP8._quantize_group_native(plain, x)
     for name in ("float32", "tiny"):
-        # The kernel, in Triton's interpreter.
+        # The kernel runs in Triton's interpreter.
         found["kernel", scale, name] = per_token_group_quant_fp8(
             inputs[name], 128, use_ue8m0=powers
         )

@@ -1,4 +1,4 @@
-"""A recipe's wiring, small: what a real run and a plan both call."""
+"""A recipe's model and optimizer setup in small, called by both a real run and a plan."""
 
 import torch
 

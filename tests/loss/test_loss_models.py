@@ -495,7 +495,7 @@ def test_a_model_that_cannot_attend_by_document_is_refused():
     model = testing.tiny_model("bloom", n_head=4, n_layer=2)
     _, token_ids, position_ids, labels = packed([4, 6])
 
-    with pytest.raises(ValueError, match="bloom has an attention of its own"):
+    with pytest.raises(ValueError, match="bloom has its own attention"):
         loss.model_logprobs(model, token_ids, position_ids, labels)
 
 

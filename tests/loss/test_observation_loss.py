@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from primerl import advantage, loss, packing, rollout, testing
-from primerl.rollout import Call
+from primerl.rollout import EngineCall
 from primerl.types import Completion, Group, Rollout
 
 COEFFICIENT = 0.05
@@ -18,7 +18,7 @@ def call(new_ids, tokens, parent=None):
         versions=[0] * len(tokens),
         finish_reason="stop",
     )
-    return Call(new_ids=new_ids, completion=completion, parent=parent)
+    return EngineCall(new_ids=new_ids, completion=completion, parent=parent)
 
 
 def rollouts():

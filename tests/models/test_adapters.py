@@ -77,12 +77,12 @@ def test_what_cannot_be_merged_or_saved_is_refused(tmp_path):
         dict(models.checkpoint_tensors(adapted(use_dora=True)))
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts is not a plain, unmerged LoRA"):
         dict(models.checkpoint_tensors(adapted("qwen3_moe", target_modules=["down_proj"])))
-    with pytest.raises(ValueError, match="has no adapter 'default'; it has none: add one"):
+    with pytest.raises(ValueError, match="has no adapter 'default'; its adapters: none. Add one"):
         models.save_adapters(testing.tiny_model("qwen3"), tmp_path / "adapter")
     with pytest.raises(ValueError, match="folder is None"):
         models.save_adapters(adapted(), None)
     testing.tiny_model("qwen3").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="load the values before"):
+    with pytest.raises(ValueError, match="load the checkpoint before"):
         models.load_shards(adapted(), tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_a_save_does_not_replace_a_folder_that_it_did_not_write(save, tmp_path, 
     (tmp_path / name).mkdir()
     (tmp_path / name / "thesis.tex").write_text("kept")
 
-    with pytest.raises(ValueError, match=f"{name} exists, and was not saved by this function"):
+    with pytest.raises(ValueError, match=f"{name} exists, but was not saved by primerl"):
         save(tmp_path / "final")
 
     assert (tmp_path / name / "thesis.tex").read_text() == "kept"
@@ -52,7 +52,7 @@ def test_a_save_does_not_replace_a_folder_that_it_did_not_write(save, tmp_path, 
 def test_a_save_does_not_replace_a_file(save, tmp_path):
     (tmp_path / "final").write_text("kept")
 
-    with pytest.raises(ValueError, match="final exists, and was not saved"):
+    with pytest.raises(ValueError, match="final exists, but was not saved"):
         save(tmp_path / "final")
 
     assert (tmp_path / "final").read_text() == "kept"

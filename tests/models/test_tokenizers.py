@@ -17,9 +17,12 @@ def test_the_same_tokenizer_is_accepted_also_loaded_again(tmp_path):
 @pytest.mark.parametrize(
     ("characters", "message"),
     [
-        ("acb", r"teacher has another tokenizer: the token 3 is 'c' there, but 'b' here \(5 and 5"),
-        ("abcd", r"the token 5 is 'd' there, but None here \(6 and 5 tokens\)"),
-        ("ab", r"the token 4 is None there, but 'c' here"),
+        (
+            "acb",
+            r"teacher has another tokenizer: its token 3 is 'c', but 'b' in the policy's \(5 and 5",
+        ),
+        ("abcd", r"its token 5 is 'd', but None in the policy's \(6 and 5 tokens\)"),
+        ("ab", r"its token 4 is None, but 'c' in the policy's"),
     ],
 )
 def test_other_tokens_are_refused(characters, message):
@@ -33,7 +36,7 @@ def test_a_token_that_was_added_to_one_of_them_is_refused():
     tokenizer, other = (testing.character_tokenizer("abc") for _ in "ab")
     other.add_special_tokens({"additional_special_tokens": ["<think>"]})
 
-    with pytest.raises(ValueError, match="the token 5 is '<think>' there, but None here"):
+    with pytest.raises(ValueError, match="its token 5 is '<think>', but None in the policy's"):
         models.refuse_other_tokenizer(tokenizer, other, name="teacher")
 
 
@@ -41,5 +44,7 @@ def test_another_end_of_replies_is_refused():
     tokenizer, other = (testing.character_tokenizer("abc") for _ in "ab")
     other.eos_token = "c"
 
-    with pytest.raises(ValueError, match="teacher ends replies with 'c', but here .* '<eos>'"):
+    with pytest.raises(
+        ValueError, match="teacher ends replies with 'c', but the policy .* '<eos>'"
+    ):
         models.refuse_other_tokenizer(tokenizer, other, name="teacher")

@@ -95,7 +95,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ({"wi": linear(32, 96), "wo": linear(48, 32)}, r"mlp.wi.weight.*takes 48 inputs back"),
+        ({"wi": linear(32, 96), "wo": linear(48, 32)}, r"mlp.wi.weight.*take at most 48 inputs"),
         (
             {"mixer": Stack(32, 32)},
             r"mlp.mixer.weight, of shape \(32, 32\).*Stack is an unknown kind of layer",

@@ -195,7 +195,7 @@ def test_a_learning_rate_of_0_only_gathers_momentum():
 @pytest.mark.parametrize(
     ("params", "how", "message"),
     [
-        ([random(3)], {}, r"shape \(3,\) is no matrix"),
+        ([random(3)], {}, r"shape \(3,\) is not a matrix"),
         ([random(3, 3)], {"lr": -1.0}, "lr is -1.0"),
         ([random(3, 3)], {"momentum": 1.0}, "momentum is 1.0"),
         ([random(3, 3)], {"steps": 0}, "steps is 0"),

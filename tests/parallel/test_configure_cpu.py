@@ -51,7 +51,7 @@ def test_cores_are_divided_once_and_said():
     said, first, _, again, _ = settled()
 
     assert first == again == "8 4"
-    assert said.startswith("cpu: 8 threads, and 4 for a server beside it")
+    assert said.startswith("cpu: 8 threads for the trainer, 4 for a server")
 
 
 @pytest.mark.thorough
@@ -60,7 +60,7 @@ def test_what_the_environment_says_decides_and_freed_memory_is_kept():
     said, first, _, again, page_faults = settled(variable="1")
 
     assert first == again == "1 1"
-    assert "1 threads for trainer and engine each, as OMP_NUM_THREADS says" in said
+    assert "1 threads each for trainer and engine, as OMP_NUM_THREADS says" in said
     assert "freed memory is kept" in said
     assert int(page_faults) <= PAGES  # where all eight tensors were cleared, 8 times
 

@@ -84,7 +84,7 @@ def test_the_most_expensive_rows_are_given_wherever_they_are():
 
 
 def test_rows_that_cannot_be_divided_are_refused():
-    with pytest.raises(ValueError, match="7 rows cannot be divided equally by 2"):
+    with pytest.raises(ValueError, match="7 rows cannot be divided equally by parts=2"):
         divide_attention(positions(7), 2)
 
 
@@ -303,18 +303,18 @@ def test_what_cannot_be_computed_over_ranks_is_refused_on_every_rank(found):
         assert "a document of 32 tokens exceeds the attention window of 16" in said["window"]
         assert "(dropout=0.1)" in said["dropout"]
         assert "Whole has no split(parts)" in said["no split"]
-    assert "batches for 2 ranks, but 1 ranks" in found[0]["refusals"]["lists"]
+    assert "batches has 2 lists, expected 1" in found[0]["refusals"]["lists"]
     assert "rank 1 passes batches" in found[1]["refusals"]["lists"]
 
 
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
-        ("glm_moe_dsa", {"index_topk": 4}, "sparse attention, for which keys are gathered"),
+        ("glm_moe_dsa", {"index_topk": 4}, "sparse attention, which needs gathered keys"),
         ("axk2", {"index_topk": 4}, "sparse attention, whose indexer"),
         ("qwen3_5_moe_text", {}, "linear_attention layers"),
         ("bart", {}, "bart takes no position_ids"),
-        ("xglm", {}, "xglm has an attention of its own"),
+        ("xglm", {}, "xglm has its own attention implementation"),
         ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}, '3 .* context="gathered"'),
         (
             "llama",

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from primerl import loss, models, parallel, testing
 from primerl._common import forward_passes
 from primerl._common.forward_passes import recomputation_method
-from primerl.models.placement import Piece, pieces
+from primerl.models.placement import ParameterPart, pieces
 from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, grouped_matmul
 from primerl.testing.families import tiny_family
@@ -66,7 +66,7 @@ def test_it_computes_in_16_bits_and_accumulates_in_32(found):
 @pytest.mark.thorough
 def test_what_does_not_fit_is_refused_on_every_rank(found):
     expected = {
-        "too many": "mesh(replicate=1, fsdp=3, ep=1, cp=1) takes 3 ranks, but there are 4",
+        "too many": "mesh(replicate=1, fsdp=3, ep=1, cp=1) needs 3 ranks, but there are 4",
         "too few": "replicate * cp is 3, which does not divide 4",
         "ep": "ep does not divide fsdp * cp, which is 4",
         "ep over a replica": "ep does not divide fsdp * cp, which is 2",
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(found):
         "dtypes": "lm_head.weight is torch.float16",
         "other": "lacks 4 tensors of the model, such as ['model.layers.0.self_attn.k_norm.weight'",
         "empty": "has no model.safetensors and no model.safetensors.index.json",
-        "shape": "has shape [64, 32], but the model's configuration asks for [128, 32]",
+        "shape": "has shape [64, 32], but the model's configuration requires [128, 32]",
     }
     for rank_found in found:
         assert rank_found["refusals"].keys() == expected.keys()
@@ -212,7 +212,7 @@ def test_an_unusable_deep_ep_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"no Buffer.get_dispatch_layout"):
         parallel.DeepEP(8, None)
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
-    with pytest.raises(ValueError, match="use a mesh with ep above 1"):
+    with pytest.raises(ValueError, match="use a mesh with ep > 1"):
         parallel.DeepEP(8, None)
 
 
@@ -231,9 +231,9 @@ def test_the_layout_of_a_checkpoints_tensors():
     gate = fused[f"{prefix}.1.gate_proj.weight"].region(shape, (16, 32))
     assert gate == (slice(1, 2), slice(0, 16), slice(0, 32))
     (norm,) = found["model.norm.weight"]
-    assert norm == Piece("model.norm.weight", (0,), (0.0,), (1.0,))
+    assert norm == ParameterPart("model.norm.weight", (0,), (0.0,), (1.0,))
     with pytest.raises(
-        ValueError, match=r"has shape \[20, 32\], but the model's configuration asks for \[16, 32\]"
+        ValueError, match=r"has shape \[20, 32\], but the model's configuration requires \[16, 32\]"
     ):
         fused[f"{prefix}.3.up_proj.weight"].region(shape, (20, 32))
 
@@ -276,5 +276,5 @@ def test_a_world_of_one_has_a_mesh_of_one():
     )
     x = torch.ones(2)
     assert mesh.context_sum(x) is x
-    with pytest.raises(ValueError, match="takes 2 ranks, but there are 1.*under torchrun"):
+    with pytest.raises(ValueError, match="needs 2 ranks, but there are 1.*under torchrun"):
         parallel.mesh(fsdp=2)

@@ -16,8 +16,8 @@ from forked_ranks import forked_ranks
 
 from primerl import loss, packing, parallel, testing
 from primerl._common.interrupts import StoppedError
+from primerl.parallel.host_values import _decode, _encode
 from primerl.parallel.launch.world import _first_failure
-from primerl.parallel.scattering import _decode, _encode
 from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
@@ -67,7 +67,7 @@ def test_sums_over_ranks(found):
 
 
 def test_what_cannot_be_scattered_is_refused_before_anything_is_sent(found):
-    assert "batches for 1 ranks, but 3 ranks; pack with ranks=3" in found[0]["too_few_lists"]
+    assert "batches has 1 lists, expected 3; call packing.pack" in found[0]["too_few_lists"]
     assert "[1, 0, 0] micro-batches" in found[0]["uneven"]
     assert "rank 2 passes batches" in found[2]["batches_of_others"]
 
@@ -165,7 +165,7 @@ def test_a_rank_that_is_killed_within_a_layer_is_named_by_the_others(root, tmp_p
     assert done.returncode != 0
     for rank in (0, 2):
         found = json.loads((tmp_path / f"died-{rank}.json").read_text())
-        assert found["message"].startswith(f"rank {rank} stopped: rank 1 died without a word")
+        assert found["message"].startswith(f"rank {rank} stopped: rank 1 died without an error")
         assert found["step"] == 2
         assert found["seconds"] < 60
     assert not (tmp_path / "died-1.json").exists()
@@ -184,7 +184,7 @@ def test_a_column_of_a_table_with_one_row_is_sent_as_it_is():
 def test_a_rank_that_reported_no_error_was_killed():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
-    assert "no rank said why" in _first_failure(dist.HashStore(), 1, lost)
+    assert "no rank reported an error" in _first_failure(dist.HashStore(), 1, lost)
     assert "SIGTERM" in _first_failure(dist.HashStore(), 1, StoppedError(signal.SIGTERM))
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_is_still_dying_when_its_connections_are_lost_is_named():
     said = _first_failure(store, 0, lost, ranks=2)
     dying.wait()
 
-    assert said.startswith("rank 1 died without a word")
+    assert said.startswith("rank 1 died without an error")
 
 
 def test_ranks_that_were_told_to_stop_from_outside_have_no_failure_among_them():
@@ -216,7 +216,7 @@ def test_ranks_that_were_told_to_stop_from_outside_have_no_failure_among_them():
 
     store.set("primerl/rank/2", f"{socket.gethostname()} {ended.pid}")  # killed: it was not told
     said = _first_failure(store, 0, StoppedError(signal.SIGTERM), ranks=3)
-    assert said.startswith("rank 2 died without a word")
+    assert said.startswith("rank 2 died without an error")
 
 
 def test_the_first_failure_is_the_cause():
@@ -271,7 +271,7 @@ def test_one_rank_gets_its_batches_on_its_device(alone):
     (batch,) = parallel.scatter(packed, packing.PackedBatch, device=torch.device("meta"))
 
     assert batch.token_ids.device.type == "meta"
-    with pytest.raises(ValueError, match=r"int has no|int is no attrs class"):
+    with pytest.raises(ValueError, match=r"int has no|int is not an attrs class"):
         parallel.scatter([[]], int, device=torch.device("meta"))
 
 
@@ -324,7 +324,7 @@ def test_a_timeout_of_zero_is_refused():
     ("batches", "message"),
     [
         (None, "rank 0 passes no batches"),
-        ([[], []], "batches for 2 ranks, but 1 ranks"),
+        ([[], []], "batches has 2 lists, expected 1"),
     ],
 )
 def test_errors_of_scatter(batches, message):
@@ -333,12 +333,12 @@ def test_errors_of_scatter(batches, message):
 
 
 def test_only_attrs_classes_are_scattered():
-    with pytest.raises(ValueError, match="dict is no attrs class"):
+    with pytest.raises(ValueError, match="dict is not an attrs class"):
         parallel.scatter([[{}]], dict)
 
 
 def test_a_field_that_cannot_be_sent_is_named():
-    from primerl.parallel.scattering import _fields
+    from primerl.parallel.host_values import _fields
 
     with pytest.raises(ValueError, match="Batch.values is a list; expected a tensor"):
         _fields(Batch([1, 2]))

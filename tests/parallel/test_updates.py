@@ -54,7 +54,7 @@ def test_too_many_skipped_updates_raise():
     assert guard.allows(1.0, 1.0)
     for _ in range(2):
         assert not guard.allows(NAN, 1.0)
-    with pytest.raises(RuntimeError, match="as in the 2 step"):
+    with pytest.raises(RuntimeError, match="after 2 skipped step"):
         guard.allows(NAN, 1.0)
     assert guard.skipped == 5
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import fp8, models, optim, parallel, planning, testing
-from primerl.planning.server import kv_bytes
+from primerl.planning.server_memory import kv_bytes
 from primerl.testing.families import tiny_family
 
 GB = 10**9
@@ -125,8 +125,12 @@ def test_parts_cover_the_model_and_shrink_with_ranks(ranks, ep):
         (layout(6, ep=3), {}, "4 experts, which 3 ranks cannot hold"),
         (layout(4, ep=3), {}, "ep does not divide"),
         (layout(4, cp=16), {}, "replicate [*] cp is 16, which does not divide 4"),
-        (layout(4, cp=4), {"tokens": 30}, "context: 30 tokens don't divide by cp=4"),
-        (layout(2), {"gpu_bytes": 2**16}, "memory: rank 0 needs .* GiB of 0.0: .*optimizer"),
+        (layout(4, cp=4), {"tokens": 30}, "context: 30 tokens are not divisible by cp=4"),
+        (
+            layout(2),
+            {"gpu_bytes": 2**16},
+            "memory: rank 0 needs .* GiB, but the limit is 0.0 .*optimizer",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused_by_the_constraint(asked, changed, why):
@@ -141,7 +145,7 @@ def test_impossible_layouts_are_refused_by_the_constraint(asked, changed, why):
 def test_a_second_group_and_ranks_that_are_not_are_refused():
     with pytest.raises(ValueError, match="rank is 2, expected 0 to 1"):
         planning.imagined_ranks(2, rank=2).__enter__()
-    with planning.imagined_ranks(2), pytest.raises(RuntimeError, match="runs already"):
+    with planning.imagined_ranks(2), pytest.raises(RuntimeError, match="is initialized already"):
         planning.imagined_ranks(2).__enter__()
     assert not torch.distributed.is_initialized()
 
@@ -178,7 +182,7 @@ def test_a_server_is_refused_by_the_constraint():
     assert found.kv_asked == 2048 * token
     assert found.refusal is None
 
-    assert "4 don't divide by ep=3" in serve(gpus=3, ep=3).refusal
+    assert "4 experts are not divisible by ep=3" in serve(gpus=3, ep=3).refusal
     assert "does not divide the server's 3 GPUs" in serve(gpus=3, ep=2).refusal
     assert "memory: weights take" in serve(gpus=1, gpu_bytes=1000).refusal
     assert "memory: a sequence of" in serve(gpus=1, gpu_bytes=2**15).refusal
@@ -196,7 +200,7 @@ def test_a_plan_is_a_value_json_and_text():
         model=planning.model_size(small()),
         trainers=[plan(layout(4, ep=2)), plan(layout(6, ep=3))],
         traffic=traffic,
-        refused_pairs=[planning.Refusal(("a", "b"), "because [of] c")],
+        refused_pairs=[planning.Incompatibility(("a", "b"), "because [of] c")],
     )
     values = json.loads(whole.json())
     assert values["trainers"][0]["ranks"][0]["gradients"] == 4 * SMALL_PARAMETERS // 4

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from primerl import checkpoint, optim, parallel, testing
-from primerl.checkpoint import pieces, writing
+from primerl.checkpoint import rank_files, writing
 
 STEPS = 5
 ROWS = 8
@@ -200,7 +200,7 @@ def slow_down(world):
         time.sleep(60)
         fsync(descriptor)
 
-    pieces.os = type("Os", (), {"fsync": staticmethod(never)})
+    rank_files.os = type("Os", (), {"fsync": staticmethod(never)})
 
 
 def resumed(world, folder, ep):

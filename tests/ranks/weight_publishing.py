@@ -49,7 +49,7 @@ def family(kind, encoding, world, folder, found):
         found["metrics"] = receipt.metrics
     if world.is_first:
         expected = dict(models.checkpoint_tensors(alone))
-        held = [replica.tensors for replica in servers.workers.values()]
+        held = [server.tensors for server in servers.workers.values()]
         found["same"][f"{kind} {encoding}"] = all(same_bits(h, expected) for h in held)
         if encoding == "delta":
             found["kinds"] = found["receipts"][-2:]

@@ -36,7 +36,7 @@ def main():
     with parallel.process_group() as world:
         plain = testing.tiny_model("qwen3_moe")
         first = world.rank == 0
-        engine = CopyEngine(plain, replicas=2) if first else None
+        engine = CopyEngine(plain, servers=2) if first else None
         engines = [engine] if first else []
         model = parallel.shard(testing.tiny_model("qwen3_moe"))
         transport = weights.SharedMemory(model, *engines)

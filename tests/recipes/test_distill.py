@@ -299,7 +299,7 @@ def test_mistakes_are_errors_before_anything_is_sampled(
         pass
     for teachers, message in [
         (("/nowhere/teacher",), "there is no model folder /nowhere/teacher"),
-        ((str(chat_folder / "words"),), "words has another tokenizer: the token"),
+        ((str(chat_folder / "words"),), "words has another tokenizer: its token"),
         ((server.url,), f"{server.url} has another tokenizer"),
         ((stopped.url,), f"{stopped.url} can't be reached"),
         (("a", "b"), "--teacher has 2 teachers for 1 environments"),

@@ -38,7 +38,7 @@ def backwards(messages):
 
 
 def plays(folder):
-    return [(play["task"], play["index"]) for play in track.read_plays(folder)]
+    return [(play["task"], play["index"]) for play in track.read_evaluation(folder)]
 
 
 def summary(folder):
@@ -56,7 +56,7 @@ def test_a_model_in_this_process(recipe, tiny_chat_model, tmp_path, capsys):
     )
     recipe.main(args)
 
-    lines = track.read_plays(tmp_path / "run")
+    lines = track.read_evaluation(tmp_path / "run")
     assert len(lines) == len(set(plays(tmp_path / "run"))) == 12
     for line in lines:
         assert [one["role"] for one in line["messages"]][-2:] == ["user", "assistant"]
@@ -67,7 +67,7 @@ def test_a_model_in_this_process(recipe, tiny_chat_model, tmp_path, capsys):
     for name, one in scores.items():
         rewards = [line["reward"] for line in lines if line["environment"] == name]
         assert one["reward"]["mean"] == pytest.approx(sum(rewards) / 6)
-        assert (one["tasks"], one["plays"], list(one["pass_at"])) == (3, 6, ["1", "2"])
+        assert (one["tasks"], one["rollouts"], list(one["pass_at"])) == (3, 6, ["1", "2"])
     shown = capsys.readouterr().out
     assert "pass@2" in shown
     assert str(tmp_path / "run") in shown
@@ -97,7 +97,7 @@ def test_what_was_played_is_not_repeated_after_an_interruption(recipe, tmp_path)
         asked.append(word_of(messages))
         return backwards(messages)
 
-    class StopsAfterFive(track.PlayLog):
+    class StopsAfterFive(track.EvaluationLog):
         def add(self, record):
             super().add(record)
             if len(self.records) == 5:
@@ -106,12 +106,12 @@ def test_what_was_played_is_not_repeated_after_an_interruption(recipe, tmp_path)
     with ScriptedChat(reply) as chat:
         args = {"env": ("reverse-words",), "endpoint": chat.url, "concurrency": 1, "tasks": 4}
         args |= {"samples": 2}
-        recipe.track.PlayLog, whole = StopsAfterFive, track.PlayLog
+        recipe.track.EvaluationLog, whole = StopsAfterFive, track.EvaluationLog
         try:
             with pytest.raises(Interrupted) as error:
                 recipe.main(recipe.Args(**args, run_dir=str(tmp_path / "run")))
         finally:
-            recipe.track.PlayLog = whole
+            recipe.track.EvaluationLog = whole
         assert "--resume" in "".join(error.value.__notes__)
         assert not (tmp_path / "run/summary.json").exists()
         first = plays(tmp_path / "run")
@@ -125,7 +125,7 @@ def test_what_was_played_is_not_repeated_after_an_interruption(recipe, tmp_path)
     assert len(everything) == len(set(everything)) == 8
     # The request that was cancelled may have reached the server late.
     assert len(asked) - asked_before in (3, 4)
-    assert summary(tmp_path / "run")["scores"]["reverse-words"]["plays"] == 8
+    assert summary(tmp_path / "run")["scores"]["reverse-words"]["rollouts"] == 8
 
 
 def test_an_environment_that_raises_is_counted_by_name(recipe, tmp_path, capsys):
@@ -136,17 +136,17 @@ def test_an_environment_that_raises_is_counted_by_name(recipe, tmp_path, capsys)
         assert scores["moody"]["errors"] == {"LookupError": 1, "OSError": 1}
         assert scores["moody"]["reward"]["mean"] == pytest.approx(0.5)
         assert scores["reverse-words"]["errors"] == {}
-        failed = [one for one in track.read_plays(tmp_path / "run") if one["error"]]
+        failed = [one for one in track.read_evaluation(tmp_path / "run") if one["error"]]
         assert "no such mood" in {one["task"]: one["message"] for one in failed}["moody/1"]
         assert "LookupError" in capsys.readouterr().out
 
         recipe.main(recipe.Args(**args, endpoint=chat.url, resume=str(tmp_path / "run")))
-        assert len(track.read_plays(tmp_path / "run")) == 8
+        assert len(track.read_evaluation(tmp_path / "run")) == 8
         recipe.main(
             recipe.Args(**args, endpoint=chat.url, resume=str(tmp_path / "run"), retry_errors=True)
         )
-    assert len(track.read_plays(tmp_path / "run")) == 10
-    assert summary(tmp_path / "run")["scores"]["moody"]["plays"] == 4
+    assert len(track.read_evaluation(tmp_path / "run")) == 10
+    assert summary(tmp_path / "run")["scores"]["moody"]["rollouts"] == 4
 
 
 def test_two_results_are_compared_on_the_same_tasks(recipe, tmp_path, capsys):
@@ -160,7 +160,7 @@ def test_two_results_are_compared_on_the_same_tasks(recipe, tmp_path, capsys):
     result = summary(tmp_path / "after")
     found = result["comparison"]["reverse-words"]
     rewards = {
-        name: {one["task"]: one["reward"] for one in track.read_plays(tmp_path / name)}
+        name: {one["task"]: one["reward"] for one in track.read_evaluation(tmp_path / name)}
         for name in ("before", "after")
     }
     differences = [rewards["after"][task] - rewards["before"][task] for task in rewards["before"]]

@@ -252,7 +252,7 @@ def test_rollouts_show_what_was_learned(root, folder, tmp_path):
     tasks, _ = environment.tasks.split(64)
     greedy = SamplingParams(max_tokens=6, temperature=0.0)
     with rollout.TransformersEngine(model) as engine:
-        ends = list(rollout.play_tasks(engine, environment, tasks, greedy))
+        ends = list(rollout.evaluate_tasks(engine, environment, tasks, greedy))
     rewards = [end.rollout.reward for end in ends]
     assert summary["eval_after"] == pytest.approx(sum(rewards) / 64)
     assert summary["eval_before"] != summary["eval_after"] > 0

@@ -221,13 +221,13 @@ def test_images_are_refused_without_an_engine(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("[1]", "expected an object"),
+        ("[1]", "expected a JSON object"),
         ("{", "not valid JSON"),
         ('{"id": "x"}', "folder, base_commit, problem_statement, patch is missing"),
         ('{"instance_id": "x"}', "repo, base_commit"),
         (
             '{"id": "x", "folder": ".", "base_commit": "", "problem_statement": "", "patch": ""}',
-            "is no git repository",
+            "is not a git repository",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_a_sample_whose_routes_are_gone_is_counted_and_the_others_have_theirs(fi
     assert found[own][:5].tolist() == rows(0, 5).tolist()
     assert (found[~own] == -1).all()
     assert counts.summary() == {"routes_lost": 1}
-    assert "the expert routes of a sample are lost" in caplog.text
+    assert "a sample's routes are lost" in caplog.text
 
     ((batch,),) = packing.pack([gone], max_tokens=16, ranks=1)
     assert list(replay.fetch([batch])) == [(batch, None)]
@@ -200,7 +200,7 @@ def test_a_sample_of_another_model_is_counted_and_the_others_have_theirs(store, 
     assert found[own][:5].tolist() == rows(0, 5).tolist()
     assert (found[~own] == -1).all()
     assert counts.summary() == {"routes_lost": 1}
-    assert "routes [t, 3, 2], expected [t, 2, 2]" in caplog.text
+    assert "routes have shape [t, 3, 2], expected [t, 2, 2]" in caplog.text
 
 
 def test_inline_and_stored_turns_are_joined_in_the_order_of_their_recording(monkeypatch):

@@ -82,4 +82,4 @@ def test_stored_routes_of_buffered_rollouts_went_with_their_store(monkeypatch, c
 
     assert rows is None
     assert lost == {"routes_lost": 6}
-    assert "their store has ended" in caplog.text
+    assert "their store was closed" in caplog.text

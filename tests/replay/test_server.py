@@ -15,10 +15,10 @@ import psutil
 import pytest
 from conftest import make_sample
 
-from primerl.replay import RouteShape, references, server
+from primerl.replay import RouteShape, file_server, references
+from primerl.replay.file_server import content_path, open_member, remove
 from primerl.replay.references import discard, read
-from primerl.replay.server import content_path, open_member, remove
-from primerl.replay.span_server import SpanServer
+from primerl.replay.server_process import SpanServer
 from primerl.replay.store import BadRoutes, Store
 
 SHAPE = RouteShape(layers=(0, 1), decoder_layers=2, experts=256, k=4)
@@ -100,13 +100,13 @@ def test_only_the_bytes_of_a_span_are_asked_for(served, monkeypatch):
     path = served._path / name_of(reference)
     total = path.stat().st_size
     asked = []
-    get = references._Connection._get
+    get = references._RouteConnection._get
 
     def recorded(self, begin, end):
         asked.append((begin, end))
         return get(self, begin, end)
 
-    monkeypatch.setattr(references._Connection, "_get", recorded)
+    monkeypatch.setattr(references._RouteConnection, "_get", recorded)
     read(reference, span=(25_000, 25_100))
     assert asked[0] == (0, 1 << 16)
     assert total * 0.8 < asked[1][0] < asked[1][1] < total * 0.85
@@ -208,10 +208,10 @@ def test_the_key_is_sent_to_no_other_server(served, monkeypatch):
             f"http://127.0.0.1:{port}/{name}.{'0' * 32}",
             f"http://127.0.0.1:{port}/{name}.{code}",
         ):
-            with pytest.raises(ValueError, match="not given out by a store") as caught:
+            with pytest.raises(ValueError, match="not made by a store") as caught:
                 read(wrong)
             assert KEY not in str(caught.value)
-            with pytest.raises(ValueError, match="not given out by a store"):
+            with pytest.raises(ValueError, match="not made by a store"):
                 discard([make_sample(routes=[wrong])])
         for wrong in (
             f"http://user@127.0.0.1:{port}/{name}.{code}",
@@ -221,12 +221,12 @@ def test_the_key_is_sent_to_no_other_server(served, monkeypatch):
             f"https://127.0.0.1:{port}/{name}.{code}",
             f"http://127.0.0.1:{port}/{name}.{code}\r\nx: y",
         ):
-            with pytest.raises(ValueError, match="no address|no reference"):
+            with pytest.raises(ValueError, match="not an address|not a reference"):
                 read(wrong)
         with pytest.raises(BlockingIOError):
             thief.accept()
     monkeypatch.setenv("PRIMERL_API_KEY", "another")
-    with pytest.raises(ValueError, match="not given out by a store"):
+    with pytest.raises(ValueError, match="not made by a store"):
         read(reference)
     monkeypatch.delenv("PRIMERL_API_KEY")
     with pytest.raises(ValueError, match="set PRIMERL_API_KEY"):
@@ -295,7 +295,7 @@ def test_a_server_that_does_not_answer():
 
 def test_a_port_that_is_taken(served):
     port = int(served._address.rpartition(":")[2])
-    with pytest.raises(RuntimeError, match=f"no server of routes on 127.0.0.1:{port}.*in use"):
+    with pytest.raises(RuntimeError, match=f"the server of routes on 127.0.0.1:{port}.*in use"):
         Store(SHAPE, host="127.0.0.1", port=port).__enter__()
 
 
@@ -312,7 +312,7 @@ def served_pid(owner=None):
     """The process of the server, below its two supervisors."""
     for process in psutil.Process(owner).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.cmdline()[3:4] == [server.__file__]:
+            if process.cmdline()[3:4] == [file_server.__file__]:
                 return process.pid
     raise AssertionError("no server is running")
 
@@ -359,7 +359,7 @@ def test_addresses_by_which_other_hosts_find_it(tmp_path):
 
 def test_a_server_without_a_key_does_not_start(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-I", "-S", server.__file__, tmp_path, "127.0.0.1", "0"],
+        [sys.executable, "-I", "-S", file_server.__file__, tmp_path, "127.0.0.1", "0"],
         input=b"\n",
         capture_output=True,
         timeout=DEADLINE_S,

@@ -15,11 +15,11 @@ from conftest import make_sample
 
 from primerl._common import shared_folder
 from primerl._common.shared_folder import SharedFolder, shared_memory
-from primerl.replay import RouteShape, server
+from primerl.replay import RouteShape, file_server
 from primerl.replay import store as stores
+from primerl.replay.file_server import NAME
 from primerl.replay.recordings import runs_of
 from primerl.replay.references import discard, read
-from primerl.replay.server import NAME
 from primerl.replay.store import BadRoutes, Store
 
 SHAPE = RouteShape(layers=(1, 3), decoder_layers=4, experts=8, k=2)
@@ -238,7 +238,7 @@ def test_a_file_that_cannot_be_opened_was_not_discarded(store, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr(server.os, "open", refuse)
+    monkeypatch.setattr(file_server.os, "open", refuse)
     with pytest.raises(OSError, match="too many open files"):
         read(reference)
     with pytest.raises(OSError, match="too many open files"):
@@ -261,7 +261,7 @@ def test_a_put_during_the_removal_leaves_nothing(monkeypatch):
         rmtree = shared_folder.shutil.rmtree
 
         def slow(path, **options):
-            with pytest.raises(RuntimeError, match="the store of routes has ended"):
+            with pytest.raises(RuntimeError, match="the store of routes was closed"):
                 put(copy)
             late.append(path)
             rmtree(path, **options)
@@ -306,7 +306,7 @@ def test_a_full_filesystem(store, monkeypatch):
 
 def test_routes_larger_than_the_store():
     with Store(SHAPE, max_bytes=100) as store:
-        with pytest.raises(RuntimeError, match="max_bytes is 100"):
+        with pytest.raises(RuntimeError, match="more than max_bytes=100"):
             put(store, 100)
         assert files_of(store) == []
 
@@ -321,7 +321,7 @@ def test_a_copy_puts_and_checks_but_owns_nothing(store, kind):
     copy.close()
     assert len(read(reference).rows) == 6
     store.close()
-    with pytest.raises(RuntimeError, match="has ended"):
+    with pytest.raises(RuntimeError, match="was closed"):
         put(copy)
     with pytest.raises(BadRoutes, match="discarded"):
         copy.check(sample)
@@ -424,13 +424,13 @@ def test_runs():
         ({"rows": np.zeros((6, 2), int)}, r"expected integers \[t, 2 or 4, 2\]"),
         ({"rows": np.zeros((6, 3, 2), int)}, r"expected integers \[t, 2 or 4, 2\]"),
         ({"rows": np.zeros((6, 2, 2))}, r"expected integers \[t, 2 or 4, 2\]"),
-        ({"rows": np.zeros((6, 2, 3), int)}, "3 experts a token, expected 2"),
+        ({"rows": np.zeros((6, 2, 3), int)}, "3 experts per token, expected 2"),
         ({"rows": np.full((6, 2, 2), 8)}, "layer 1 of token 20 has expert 8"),
         ({"rows": np.zeros((6, 2, 2), int)}, "layer 1 of token 20 has an expert twice"),
         ({"versions": np.zeros(5, int)}, r"expected integers \(6,\)"),
         ({"versions": np.zeros(6)}, r"expected integers \(6,\)"),
         ({"versions": np.full(6, -1)}, "version is negative"),
-        ({"versions": np.full(6, 2**31)}, "beyond 32 bits"),
+        ({"versions": np.full(6, 2**31)}, "more than 32 bits"),
         ({"start": -1}, "start=-1"),
         ({"shared": 7}, "shared=7"),
         ({"shared": -1}, "shared=-1"),
@@ -465,9 +465,9 @@ class TestCheck:
 
     def test_missing_rows(self, store):
         for tokens, start, missing in ((3, 4, 3), (3, 3, 6), (2, 1, 3)):
-            with pytest.raises(BadRoutes, match=f"has token {missing}, which led to it"):
+            with pytest.raises(BadRoutes, match=f"the token {missing} before it has no"):
                 store.check(self.sample(put(store, tokens, start=start)))
-        with pytest.raises(BadRoutes, match="has token 5, which"):
+        with pytest.raises(BadRoutes, match="the token 5 before it has no"):
             store.check(self.sample([*put(store, 5), *put(store, 2, start=6)]))
 
     def test_rows_of_another_version_are_those_of_another_request(self, store):
@@ -514,7 +514,7 @@ class TestCheck:
                 read(reference)
         for place in (0, 10, 15, 25, 60, head // 2):
             path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-            with pytest.raises(BadRoutes, match="damaged|cut off|no file of recorded"):
+            with pytest.raises(BadRoutes, match="damaged|cut off|not a file of recorded"):
                 store.check(self.sample([reference]))
         path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         store.check(self.sample([reference]))  # only the head is read
@@ -530,7 +530,7 @@ class TestCheck:
     def test_references_that_are_not_the_stores(self, store):
         (reference,) = put(store, 8)
         with Store(SHAPE, max_bytes=1 << 20) as other:
-            with pytest.raises(BadRoutes, match="none of this store's"):
+            with pytest.raises(BadRoutes, match="not from this store"):
                 store.check(self.sample(put(other, 8)))
         name = reference.rpartition("/")[2]
         for wrong in (
@@ -540,7 +540,7 @@ class TestCheck:
             "",
             f"{reference}/../x",
         ):
-            with pytest.raises(BadRoutes, match="none of this store's"):
+            with pytest.raises(BadRoutes, match="not from this store"):
                 store.check(self.sample([wrong]))
 
 
@@ -564,9 +564,9 @@ class TestHostileReferences:
             f"http://localhost:1/{name}",
             "",
         ):
-            with pytest.raises(ValueError, match="no reference|no file of a store|no address"):
+            with pytest.raises(ValueError, match="not a reference|not a file|not an address"):
                 read(wrong)
-            with pytest.raises(ValueError, match="no reference|no file of a store|no address"):
+            with pytest.raises(ValueError, match="not a reference|not a file|not an address"):
                 discard([make_sample(routes=[wrong])])
         assert secret.exists()
 
@@ -593,13 +593,13 @@ class TestHostileReferences:
         with Store(SHAPE, folder=tmp_path, max_bytes=1 << 20) as store:
             (reference,) = put(store)
             store._path.chmod(0o755)
-            with pytest.raises(ValueError, match="no private folder"):
+            with pytest.raises(ValueError, match="not a private folder"):
                 read(reference)
             store._path.chmod(0o700)
             moved = store._path.with_name("moved")
             store._path.rename(moved)
             store._path.symlink_to(moved)
-            with pytest.raises(ValueError, match="no private folder"):
+            with pytest.raises(ValueError, match="not a private folder"):
                 read(reference)
             store._path.unlink()
             moved.rename(store._path)

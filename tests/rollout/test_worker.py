@@ -310,7 +310,7 @@ def test_rewards_that_never_differ_stop_the_run_and_are_named(change, limit):
     assert said.startswith("step 0 cannot be filled: filters refused ")
     assert "groups in a row ('has_signal' " in said
     assert "and kept none; rewards: 0.5 (" in said
-    assert "Where all are low, see whether the reward reads the replies rightly" in said
+    assert "If all rewards are low, check that the reward parses the replies correctly" in said
     assert f"raise max_refused ({limit})" in said
 
 
@@ -331,9 +331,7 @@ def test_a_limit_of_refused_groups_is_at_least_one():
 @pytest.mark.parametrize(
     ("offsets", "fate", "reason"),
     [
-        WAITS(
-            [0], "refused", f"{WAITED}'impossible': [0-9]+.*of the filters, 'impossible' refused"
-        ),
+        WAITS([0], "refused", f"{WAITED}'impossible': [0-9]+.*filters: 'impossible' refused"),
         ([-5], "fine", "version 0, older than 5, which was already served"),
         ([+3], "fine", "version 8, which was never published: 5 is served"),
         WAITS([0], "raises", f"{WAITED}'failed': [0-9]+.*ConnectionError"),
@@ -755,8 +753,8 @@ SAVED = {"group_size": 3, "min_group": 2, "groups_per_step": 2, "max_staleness":
         ({"groups_per_step": 3}, "groups_per_step=2, not 3"),
         ({"min_group": 3}, "min_group=2, not 3"),
         ({"await_verification": False}, "its unverified groups would be trained"),
-        ({"tasks": [{"prompt": f"other {n}"} for n in range(5)]}, "taken after another task"),
-        ({"tasks": TASKS[:1]}, "and now there are 1"),
+        ({"tasks": [{"prompt": f"other {n}"} for n in range(5)]}, "taken after a different task"),
+        ({"tasks": TASKS[:1]}, "but there are only 1"),
         ({"tasks": rollout.Shuffled(TASKS, seed=0)}, "the state does not fit"),
         ({"min_group": 1}, None),
         ({"max_staleness": 0}, None),
@@ -860,7 +858,7 @@ def test_several_environments_are_mixed_by_weight_and_counted_by_name():
         {"one": [{"prompt": "a"}], "two": [{"prompt": "b"}, {"prompt": "c"}]},
         weights={"one": 2.0, "two": 1.0},
     )
-    environment = rollout.route({"one": one, "two": two})
+    environment = rollout.combine_environments({"one": one, "two": two})
     with make_worker(environment=environment, tasks=tasks, max_staleness=0) as rollouts:
         groups = rollouts.take(version=0)
         counts = rollouts.stats()["environments"]
@@ -940,7 +938,7 @@ def test_a_route_closes_its_environments():
         def members(self):
             return [{"name": "inner", "pid": 1, "alive": True}]
 
-    environment = rollout.route({"": Closes()})
+    environment = rollout.combine_environments({"": Closes()})
     with make_worker(environment=environment) as rollouts:
         rollouts.take(version=0)
         assert [member["name"] for member in rollouts.members()] == ["inner"]

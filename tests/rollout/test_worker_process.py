@@ -473,7 +473,7 @@ def test_an_evaluation_of_several_plays_keeps_what_failed_and_goes_on():
     tasks = [{"id": str(number), "prompt": "ab"} for number in range(3)]
     with make_worker(environment=environment) as rollouts:
         evaluation = rollouts.start_evaluation(tasks, greedy, samples=2, keep_errors=True)
-        plays = evaluation.plays()
+        plays = evaluation.outcomes()
         with pytest.raises(EnvironmentFailed, match="it fell over") as failed:
             rollouts.start_evaluation(tasks, greedy).result()
         with pytest.raises(ValueError, match="samples is 0"):
@@ -487,7 +487,7 @@ def test_an_evaluation_of_several_plays_keeps_what_failed_and_goes_on():
     assert len(evaluation.result()) == 4
     assert failed.value.name == "FellOver"
     scores = evaluation_package.scores(map(evaluation_package.Record.of, plays))[""]
-    assert (scores.plays, scores.errors) == (6, {"FellOver": 2})
+    assert (scores.rollouts, scores.errors) == (6, {"FellOver": 2})
     assert scores.reward.mean == pytest.approx(2 / 3)
 
 

@@ -11,7 +11,7 @@ import pytest
 from sandbox_attacks import FURTHER, LIMITED, LISTED, PRELUDE
 from sandboxed import needed, processes_with, with_pool
 
-from primerl.sandbox import Limits
+from primerl.sandbox import SandboxLimits
 
 needed()
 
@@ -32,7 +32,7 @@ def results(host):
 
         return dict(await asyncio.gather(*map(attack, ATTACKS)))
 
-    return with_pool(run_all, concurrency=2, limits=Limits(memory_bytes=512 << 20))
+    return with_pool(run_all, concurrency=2, limits=SandboxLimits(memory_bytes=512 << 20))
 
 
 def test_there_are_37_listed():

@@ -12,7 +12,7 @@ import pytest
 from sandboxed import needed, with_pool
 
 from primerl.sandbox import SandboxPool, SandboxUnavailable, probe
-from primerl.sandbox.engine.barriers import seccomp, syscalls
+from primerl.sandbox.guest.isolation import seccomp, syscalls
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 CONTAINER = """
 import asyncio, platform
 from primerl.sandbox import SandboxPool, SandboxUnavailable
-from primerl.sandbox.engine.barriers import seccomp
+from primerl.sandbox.guest.isolation import seccomp
 
 async def main():
     seccomp.install(seccomp.program(platform.machine(), sockets=True))

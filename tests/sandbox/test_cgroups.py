@@ -5,7 +5,7 @@ import os
 import pytest
 from sandboxed import needed, with_pool
 
-from primerl.sandbox import Limits
+from primerl.sandbox import SandboxLimits
 from primerl.sandbox.tiers.local.cgroups import Cgroup, Cgroups, delegated
 
 FILES = ("memory.max", "pids.max", "memory.swap.max", "cgroup.procs", "cgroup.kill")
@@ -53,7 +53,7 @@ def test_missing_controllers_are_named(tree, tmp_path):
     tree(controllers="cpu memory")
     group, reason = found(tmp_path)
     assert group is None
-    assert "no controller pids" in reason
+    assert "lacks the controllers pids" in reason
     (tmp_path / "mountinfo").write_text("22 1 0:1 / /proc rw - proc proc rw\n")
     assert found(tmp_path) == (None, "cgroup v2 is not mounted")
 
@@ -116,6 +116,6 @@ def test_hard_limit_where_delegated():
         first = await pool.run(code, memory_bytes=200 << 20)
         return first, await pool.run("print(1)")
 
-    killed, after = with_pool(run, limits=Limits(memory_bytes=256 << 20))
+    killed, after = with_pool(run, limits=SandboxLimits(memory_bytes=256 << 20))
     assert killed.limits_hit == ("memory",)
     assert after.stdout == b"1\n"

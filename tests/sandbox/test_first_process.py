@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from primerl.sandbox import SandboxPool, SandboxUnavailable
-from primerl.sandbox.engine import init
-from primerl.sandbox.engine.processes import OwnNamespace
+from primerl.sandbox.guest import init
+from primerl.sandbox.guest.processes import OwnNamespace
 
 
 def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
@@ -23,8 +23,8 @@ def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
         processes=OwnNamespace(),
         written=lambda: (0, 0),
     )
-    order = {"id": 1, "timeout_s": -1.0}
-    first._job = init._Job(order, os.getpid(), turn=False)
+    job = {"id": 1, "timeout_s": -1.0}
+    first._job = init._RunningJob(job, os.getpid(), turn=False)
     monkeypatch.setattr(init, "end", lambda *_, **__: False)
 
     def end_process(code):

@@ -46,7 +46,7 @@ def add(a, b):
 import os, sys
 frame = sys._getframe()
 while frame is not None:
-    mark = frame.f_locals.get("order", {}).get("mark", "")
+    mark = frame.f_locals.get("job", {}).get("mark", "")
     if mark: os.write(1, ("\\n" + mark + 'true\\n').encode())
     frame = frame.f_back
 os._exit(0)

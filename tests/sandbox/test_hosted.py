@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from primerl.sandbox import Limits, SandboxError, SandboxPool, SandboxUnavailable
+from primerl.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxUnavailable
 from primerl.sandbox.tiers import prime
 
 sdk = pytest.importorskip("prime_sandboxes")
@@ -49,8 +49,8 @@ class Service:
         # The guest's own home is /sandbox, which this host lacks.
         home = f"import os; os.environ; {prime._GUEST}"
         local = self.local(command.replace(prime._GUEST, home)).replace(
-            "guest.main()",
-            f"from primerl.sandbox.engine.work import interpreter as i; i.ENVIRONMENT['HOME'] = {str(self.folder / 'sandbox')!r}; guest.main()".replace(
+            "single_job.main()",
+            f"from primerl.sandbox.guest.jobs import interpreter as i; i.ENVIRONMENT['HOME'] = {str(self.folder / 'sandbox')!r}; single_job.main()".replace(
                 "'", "'\"'\"'"
             ),
         )
@@ -95,7 +95,7 @@ def test_run(service):
         code = "import sys; print(sys.stdin.read(), open('a').read()); sys.exit(3)"
         return await pool.run(code, stdin=b"in", files={"a": b"file"}, timeout_s=60)
 
-    result = use(work, allow_network=["pypi.org:443"], limits=Limits(memory_bytes=2 << 30))
+    result = use(work, allow_network=["pypi.org:443"], limits=SandboxLimits(memory_bytes=2 << 30))
     assert (result.stdout, result.exit, result.limits_hit) == (b"in file\n", 3, ())
     request = service.requests[0]
     assert request.network_allowlist == ["pypi.org:443"]

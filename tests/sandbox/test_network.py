@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from sandboxed import needed, with_pool
 
-from primerl.sandbox import Limits
+from primerl.sandbox import SandboxLimits
 from primerl.sandbox.tiers.local.proxy import Proxy, _target
 
 needed()
@@ -167,7 +167,7 @@ def test_pip_installs_through_the_proxy():
             )
             return done, used, other
 
-    limits = Limits(memory_bytes=1 << 30)
+    limits = SandboxLimits(memory_bytes=1 << 30)
     done, used, other = with_pool(run, concurrency=1, allow_network=servers, limits=limits)
     assert done.ok, done
     assert used.stdout == b"1\n", used

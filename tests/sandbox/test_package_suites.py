@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sandboxed import needed, with_pool
 
-from primerl.sandbox import Limits
+from primerl.sandbox import SandboxLimits
 
 needed()
 
@@ -59,7 +59,7 @@ def test_suite(name, tmp_path):
                 [pool._python, "-I", "-c", program], folder="/sandbox/source", timeout_s=600
             )
 
-    limits = Limits(memory_bytes=2 << 30)
+    limits = SandboxLimits(memory_bytes=2 << 30)
     inside = with_pool(run, concurrency=1, readable=[SITE_PACKAGES], limits=limits)
     python = Path(sys.base_prefix) / "bin/python3"
     outside = subprocess.run(

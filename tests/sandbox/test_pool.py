@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - programs for sandboxes
-"""Pools and sessions: results, limits, order, ends, and replies that break the protocol."""
+"""Pools and sessions: results, limits, job, ends, and replies that break the protocol."""
 
 import asyncio
 import json
@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from sandboxed import needed, with_pool
 
-from primerl.sandbox import BadReply, Limits, SandboxError, SandboxPool
-from primerl.sandbox.engine import messages
-from primerl.sandbox.tiers.interface import Order
+from primerl.sandbox import BadReply, SandboxError, SandboxLimits, SandboxPool
+from primerl.sandbox.guest import messages
+from primerl.sandbox.tiers.interface import Job
 from primerl.sandbox.tiers.local.slots import Slot, checked_reply
 
 needed()
@@ -86,9 +86,9 @@ def test_bad_pools(arguments):
     with pytest.raises(ValueError, match=r"."):
         SandboxPool(**arguments)
     with pytest.raises(ValueError, match="positive"):
-        Limits(processes=0)
+        SandboxLimits(processes=0)
     with pytest.raises(ValueError, match="64 are needed"):
-        Limits(open_files=20)
+        SandboxLimits(open_files=20)
 
 
 @pytest.mark.parametrize("path", ["/tmp", "/usr/../dev/shm", "/var/tmp/", "//tmp"])
@@ -99,7 +99,7 @@ def test_folders_of_a_sandboxs_own_are_refused_as_readable_paths(path):
 
 
 def test_smallest_number_of_open_files():
-    result = with_pool(lambda pool: pool.run("print(1)"), limits=Limits(open_files=64))
+    result = with_pool(lambda pool: pool.run("print(1)"), limits=SandboxLimits(open_files=64))
     assert result.stdout == b"1\n"
 
 
@@ -343,7 +343,7 @@ def slot():
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
         made.append((theirs, victim))
-        return Slot(ours, os.pidfd_open(victim.pid), Limits()), theirs, victim
+        return Slot(ours, os.pidfd_open(victim.pid), SandboxLimits()), theirs, victim
 
     yield make
     for theirs, victim in made:
@@ -352,7 +352,7 @@ def slot():
         victim.wait()
 
 
-ORDER = Order(
+ORDER = Job(
     kind="code",
     header={"code": ""},
     files={},
@@ -364,7 +364,7 @@ ORDER = Order(
 
 
 async def played(slot, theirs, act):
-    """The result of an order, with ``act`` in the sandbox's place."""
+    """The result of a job, with ``act`` in the sandbox's place."""
     theirs.setblocking(True)
     theirs.send(b'{"ready": true}')
     await slot.ready(10)

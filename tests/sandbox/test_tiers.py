@@ -13,7 +13,7 @@ import pytest
 from sandbox_attacks import FURTHER, LIMITED, LISTED, PRELUDE
 from sandboxed import everybodys_python, processes_with
 
-from primerl.sandbox import Limits, SandboxError, SandboxPool, SandboxUnavailable, probe
+from primerl.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxUnavailable, probe
 
 ATTACKS = LISTED | FURTHER
 # What a tier doesn't stop, as `pool.isolation` and docs/sandbox.md say.
@@ -51,7 +51,7 @@ def attacked(host):
 
     # Without namespaces, an ordinary user's sandboxes share one limit of processes.
     together = 2 if os.getuid() == 0 else 1
-    return in_tier("landlock", run_all, concurrency=together, limits=Limits())
+    return in_tier("landlock", run_all, concurrency=together, limits=SandboxLimits())
 
 
 BURNS = """
@@ -197,11 +197,11 @@ def test_landlocked_sandboxes_do_not_see_each_other():
     assert alive
 
 
-# ---- tiers that run a program for each order ----
+# ---- tiers that run a program for each job ----
 
 # Takes the place of docker: notes how it was called, and runs the guest here, without isolation, with
 # its name in its command line, by which ``rm`` ends all of it.
-ENGINE = """import json, os, signal, sys
+CONTAINER_ENGINE = """import json, os, signal, sys
 with open({log!r}, "a") as file: file.write(json.dumps(sys.argv[1:]) + "\\n")
 command = sys.argv[1:]
 if command[0] == "info": sys.exit({info})
@@ -215,8 +215,8 @@ if command[0] == "rm":
 mounts = [command[i + 1].split(":") for i, part in enumerate(command) if part == "--volume"]
 folders = {{target: source for source, target, *_ in mounts}}
 home = folders.get("/sandbox") or {home!r}
-program = command[-1].replace("/.engine", folders["/.engine"])
-program = program.replace("guest.main()", f"from primerl.sandbox.engine.work import interpreter as i; i.ENVIRONMENT['HOME'] = {{home!r}}; guest.main()")
+program = command[-1].replace("/.guest", folders["/.guest"])
+program = program.replace("single_job.main()", f"from primerl.sandbox.guest.jobs import interpreter as i; i.ENVIRONMENT['HOME'] = {{home!r}}; single_job.main()")
 program = f"# {{command[command.index('--name') + 1]}}\\n{{program}}"
 os.execv(sys.executable, [sys.executable, "-I", "-c", program])
 """
@@ -233,7 +233,9 @@ def docker(tmp_path, monkeypatch):
 
     def write(info=0):
         script = program.with_suffix(".py")
-        script.write_text(ENGINE.format(log=str(log), info=info, home=str(home)), encoding="utf-8")
+        script.write_text(
+            CONTAINER_ENGINE.format(log=str(log), info=info, home=str(home)), encoding="utf-8"
+        )
         # No interpreter's path with spaces, nor a long one, can be in a first line with #!.
         command = shlex.join([sys.executable, str(script)])
         program.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
@@ -253,7 +255,7 @@ def test_container_is_confined_by_its_options(docker):
         slow = await pool.run("import time; time.sleep(600)", timeout_s=0.5)
         flood = await pool.run("while True: print('x' * 1000)", output_bytes=5000, timeout_s=60)
         async with pool.session() as session:
-            await session.write("kept", b"from order to order")
+            await session.write("kept", b"from job to job")
             kept = await session.read("kept")
             with pytest.raises(SandboxError, match="keeps its state"):
                 await session.python("1")
@@ -261,13 +263,13 @@ def test_container_is_confined_by_its_options(docker):
         assert not [*pool._tier.folder.glob("session-*")]
         return done, slow, flood, kept
 
-    limits = Limits(memory_bytes=300 << 20, processes=20)
+    limits = SandboxLimits(memory_bytes=300 << 20, processes=20)
     done, slow, flood, kept = asyncio.run(used("docker", work, limits=limits, image="an-image"))
     assert (done.stdout, done.exit, done.limits_hit) == (b"in file\n", 3, ())
     assert (slow.exit, slow.limits_hit) == (None, ("timeout",))
     assert flood.limits_hit == ("output",)
     assert len(flood.stdout) == 5000
-    assert kept == b"from order to order"
+    assert kept == b"from job to job"
     call = next(row for row in log.read_text().splitlines() if row.startswith('["run"'))
     for options in (
         '"--network", "none"',
@@ -322,7 +324,7 @@ def test_gvisor():
 
 
 def test_a_tier_that_is_weaker_than_asked_for_is_refused():
-    with pytest.raises(ValueError, match="'landlock' keeps code inside less well than min_isola"):
+    with pytest.raises(ValueError, match="'landlock' isolates less than min_isola"):
         SandboxPool(tier="landlock", min_isolation="namespaces")
     for accepted in ({"min_isolation": "namespaces"}, {"tier": "landlock"}, {}):
         SandboxPool(**accepted)

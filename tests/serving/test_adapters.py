@@ -76,7 +76,7 @@ def test_a_version_that_is_published_again_replaces_itself(server, make):
     engine.load_weights(update("/adapters/3"), version=3)
     engine.load_weights(update("/adapters/3-again"), version=3)
     assert server.adapters["policy-abc-3"][1] == "/adapters/3-again"
-    with pytest.raises(ValueError, match="version 2 is older than 3"):
+    with pytest.raises(ValueError, match="version 2 is older than version 3"):
         engine.load_weights(update(), version=2)
 
 
@@ -129,7 +129,7 @@ def test_a_dropped_adapter_is_given_back_by_the_engine_that_published(server, ma
 
     assert run(engine.generate([3], P)).versions.tolist() == [1, 1]
     assert list(server.adapters) == ["policy-abc-1"]
-    until(lambda: "was seeded with version 1" in caplog.text)
+    until(lambda: "has loaded version 1, which it was missing" in caplog.text)
 
 
 def test_without_that_engine_requests_fail_and_none_is_served_by_the_base(server, make):
@@ -182,7 +182,7 @@ def test_a_server_that_is_lost_while_a_request_waits_does_not_sample_with_its_ba
             asked = pool.submit(run, engine.generate([3, 4], P))
             assert server.asked.wait(60)
             server.faults["/v1/models"] = [DROP] * 5
-            until(lambda: not engine._connection.fleet.replicas.live())
+            until(lambda: not engine._connection.fleet.servers.live())
             server.may_say.set()
             assert asked.result(30).versions.tolist() == [1, 1]
         assert [body["model"] for body in server.bodies] == ["policy-abc-1"]
@@ -223,7 +223,7 @@ def test_updates_of_the_other_kind_are_refused(server, make):
         make(server).load_weights({"folder": "x"}, version=1)
     with pytest.raises(ValueError, match="samples under the servers' own weights"):
         make(server, adapter=None).load_weights(update(), version=1)
-    with pytest.raises(ValueError, match="has to be published"):
+    with pytest.raises(ValueError, match="can't be adopted"):
         make(server).adopt(0)
 
 

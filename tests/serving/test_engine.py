@@ -120,8 +120,8 @@ def test_runs_can_share_a_server_that_scores(server, make):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([None, {"5": {"logprob": -1.0}}], "place 1 .* has 1 tokens"),
-        ([None, {"5": {"logprob": -1.0}, "6": {"logprob": -9999.0}}], "expected 2 that are finite"),
+        ([None, {"5": {"logprob": -1.0}}], "position 1 .* has 1 tokens"),
+        ([None, {"5": {"logprob": -1.0}, "6": {"logprob": -9999.0}}], "expected 2 with finite"),
         ([None, {"6": {"logprob": -1.0}, "7": {"logprob": -1.0}}], "token 1 .* has no logprob"),
         ([None], "scored 1 of 2 tokens"),
     ],
@@ -166,9 +166,9 @@ def test_refusals_of_the_client_send_nothing(server, make):
     assert engine.context_length == 128
     for prompt, params, words in [
         ([], P(max_tokens=1), "empty"),
-        ([-1], P(max_tokens=1), "token -1"),
-        (np.array([1.5]), P(max_tokens=1), "whole numbers"),
-        ([1 << 64], P(max_tokens=1), "whole numbers"),
+        ([-1], P(max_tokens=1), "token id -1"),
+        (np.array([1.5]), P(max_tokens=1), "must be integers"),
+        ([1 << 64], P(max_tokens=1), "must be integers"),
         ([1] * 100, P(max_tokens=29), "100 tokens and max_tokens=29 exceed the context of 128"),
         ([1], P(max_tokens=1, temperature=0.001), "temperature=0.001"),
     ]:
@@ -232,7 +232,7 @@ def test_a_request_has_a_deadline(server, make):
 def test_a_response_that_is_not_vllms(server, make):
     engine = make(server)
     server.faults["/inference/v1/generate"] = [GARBAGE]
-    with pytest.raises(rollout.BadCompletion, match="sent a response that is not vLLM's"):
+    with pytest.raises(rollout.BadCompletion, match="sent a response without vLLM's schema"):
         run(engine.generate([3], P(max_tokens=1)))
 
 
@@ -291,7 +291,7 @@ def test_the_key_is_sent_and_not_exposed():
         with serving.VLLMEngine(server.url, api_key="s3cret") as engine:
             engine.adopt(0)
             run(engine.generate([3], P(max_tokens=1)))
-            assert "s3cret" not in repr(engine) + str(engine.replicas())
+            assert "s3cret" not in repr(engine) + str(engine.servers())
         with serving.VLLMEngine(server.url, api_key="wrong", down_timeout_s=0.3) as engine:
             with pytest.raises(RuntimeError, match=r"401: Unauthorized; pass the server's key"):
                 run(engine.generate([3], P(max_tokens=1)))
@@ -311,7 +311,7 @@ def test_servers_in_place_of_urls():
     with ScriptedVLLM(key="k") as server:
         with serving.VLLMEngine(Server(server.url, "k")) as engine:
             engine.adopt(0)
-    with pytest.raises(ValueError, match="several keys"):
+    with pytest.raises(ValueError, match="different API keys"):
         serving.VLLMEngine([Server("http://a", "k"), Server("http://b", "l")])
 
 
@@ -320,7 +320,7 @@ def test_servers_in_place_of_urls():
     [
         ({"servers": "localhost:8000"}, "can't be read"),
         ({"servers": ["localhost:8000"]}, "not the url of a server"),
-        ({"servers": []}, "no urls"),
+        ({"servers": []}, "list of servers is empty"),
         ({"servers": ["http://a", "http://a/"]}, "twice"),
         ({"servers": "http://a", "on_update": "abort"}, "on_update='abort'"),
         ({"servers": "http://a", "run": "a-b"}, "run is 'a-b'"),
@@ -484,9 +484,9 @@ def test_an_update_is_polled_until_all_workers_have_prepared_it(server, make):
 def test_older_versions_are_refused(server, make):
     engine = make(server, adopt=5)
     server.calls.clear()
-    with pytest.raises(ValueError, match="version 4 is older than 5"):
+    with pytest.raises(ValueError, match="version 4 is older than version 5"):
         engine.load_weights({}, version=4)
-    with pytest.raises(ValueError, match="version 4 is older than 5"):
+    with pytest.raises(ValueError, match="version 4 is older than version 5"):
         engine.adopt(4)
     assert server.calls == []
     engine.load_weights({}, version=5)
@@ -524,7 +524,7 @@ def test_a_replica_that_failed_to_load_is_not_used_until_the_next_update(servers
     time.sleep(0.4)
     assert first.label == "failed", "it is not seeded by itself either"
     engine.load_weights({}, version=2)
-    until(lambda: [row["version"] for row in copy.replicas()] == [2, 2])
+    until(lambda: [row["version"] for row in copy.servers()] == [2, 2])
     copy.close()
 
 
@@ -551,13 +551,13 @@ def test_a_failed_replica_is_not_used_whatever_it_reports(servers, half_loaded):
     name = engine._settings.labels.name
     time.sleep(0.4)
     assert first.label == name(0), "it still says that it serves what it did"
-    assert [row["serving"] for row in engine.replicas()] == [False, True]
+    assert [row["serving"] for row in engine.servers()] == [False, True]
     until(lambda: first.label == "failed")
     with pytest.raises(RuntimeError, match=f"{first.url} failed to load weights"):
         engine.adopt(1)
     assert first.label == "failed"
     engine.load_weights({}, version=2)
-    assert [row["version"] for row in engine.replicas()] == [2, 2]
+    assert [row["version"] for row in engine.servers()] == [2, 2]
     time.sleep(0.5)
     assert (first.label, second.label) == (name(2),) * 2
 
@@ -565,7 +565,7 @@ def test_a_failed_replica_is_not_used_whatever_it_reports(servers, half_loaded):
 def test_a_failed_replica_that_is_restarted_is_seeded(servers, half_loaded):
     engine = half_loaded(label_again_s=0.1, label_failures=3)
     servers[0].restart()
-    until(lambda: [row["version"] for row in engine.replicas()] == [1, 1])
+    until(lambda: [row["version"] for row in engine.servers()] == [1, 1])
 
 
 def test_an_update_does_not_wait_for_seeding(servers, make):
@@ -577,7 +577,7 @@ def test_an_update_does_not_wait_for_seeding(servers, make):
     first.restart()
     until(lambda: not first.faults["/collective_rpc"])
     engine.load_weights({}, version=2, timeout_s=3)
-    assert [row["version"] for row in engine.replicas()] == [2, 2]
+    assert [row["version"] for row in engine.servers()] == [2, 2]
 
 
 def test_requests_in_flight_on_a_failed_replica_are_sent_elsewhere(servers, make):
@@ -667,7 +667,7 @@ def test_an_update_with_no_replica_left(server, make):
         engine.load_weights({}, version=1)
 
 
-# ---- replicas that die and return ----
+# ---- servers that die and return ----
 
 
 def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
@@ -686,7 +686,7 @@ def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
 
     answers = run(scenario())
     assert [len(one.token_ids) for one in answers] == [100] * 16
-    assert [row["alive"] for row in engine.replicas()] == [False, True]
+    assert [row["alive"] for row in engine.servers()] == [False, True]
 
 
 def test_a_replica_that_returns_is_seeded_before_it_is_used(servers, make):
@@ -695,21 +695,21 @@ def test_a_replica_that_returns_is_seeded_before_it_is_used(servers, make):
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
     engine.load_weights({"folder": "f"}, version=3)
     first.kill()
-    until(lambda: not engine.replicas()[0]["alive"])
+    until(lambda: not engine.servers()[0]["alive"])
     first.calls.clear()
     first.restart()
-    until(lambda: engine.replicas()[0]["serving"])
+    until(lambda: engine.servers()[0]["serving"])
     assert first.label == "abc-3"
     assert routes_of(first)[0] == ("/collective_rpc", "prepare_weights")
     assert ("/update_weights", {"update_info": {"folder": "f"}}) in first.calls
-    until(lambda: copy.replicas()[0]["serving"])
+    until(lambda: copy.servers()[0]["serving"])
     copy.close()
 
 
 def test_a_checkpoint_that_was_adopted_is_adopted_again(server, make):
     engine = make(server, adopt=2)
     server.restart()
-    until(lambda: engine.replicas()[0]["serving"])
+    until(lambda: engine.servers()[0]["serving"])
     assert run(engine.generate([3], P(max_tokens=1))).versions.tolist() == [2]
 
 
@@ -718,10 +718,10 @@ def test_weights_of_another_run_are_not_adopted_again(server, make):
     first = make(server)
     of_first = server.label
     second = make(server)
-    until(lambda: not first.replicas()[0]["serving"])
+    until(lambda: not first.servers()[0]["serving"])
     time.sleep(0.5)  # in which it would name them its own
     assert server.label != of_first
-    assert not first.replicas()[0]["serving"]
+    assert not first.servers()[0]["serving"]
     assert run(second.generate([3], P(max_tokens=1))).versions.tolist() == [0]
 
 
@@ -731,7 +731,7 @@ def test_seeding_is_retried(servers, make, monkeypatch):
     engine.load_weights({}, version=1)
     servers[0].faults["/collective_rpc"] = [(500, "not yet")]
     servers[0].restart()
-    until(lambda: engine.replicas()[0]["serving"])
+    until(lambda: engine.servers()[0]["serving"])
 
 
 def test_with_all_servers_down_requests_wait_and_then_fail(servers, make):
@@ -739,7 +739,7 @@ def test_with_all_servers_down_requests_wait_and_then_fail(servers, make):
     for one in servers:
         one.kill()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"no replica has served for 1 s: .*Connect call failed"):
+    with pytest.raises(RuntimeError, match=r"no server could be used for 1 s: .*Connect call"):
         run(engine.generate([3], P(max_tokens=1)))
     assert 0.9 < time.monotonic() - began < 20
 
@@ -790,7 +790,7 @@ def test_ranks_that_briefly_differ_do_not_take_a_server_out(server, make):
     engine = make(server)
     server.faults["/weight_info"] = [(500, "Engines returned different results")] * 3
     until(lambda: not server.faults["/weight_info"])
-    assert engine.replicas()[0]["serving"]
+    assert engine.servers()[0]["serving"]
 
 
 def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
@@ -798,7 +798,7 @@ def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
     engine = make(server)
     server.faults["/weight_info"] = [HANG] * 5
     time.sleep(0.6)
-    assert engine.replicas()[0]["serving"]
+    assert engine.servers()[0]["serving"]
 
 
 # ---- members ----
@@ -810,10 +810,10 @@ def test_replicas_join_and_leave_for_all_copies(servers, make):
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
     engine.join(second.url + "/")
     for one in (engine, copy):
-        until(lambda one=one: [r["serving"] for r in one.replicas()] == [True, True])
+        until(lambda one=one: [r["serving"] for r in one.servers()] == [True, True])
     engine.leave(first.url)
     for one in (engine, copy):
-        until(lambda one=one: [r["url"] for r in one.replicas()] == [second.url])
+        until(lambda one=one: [r["url"] for r in one.servers()] == [second.url])
     first.bodies.clear()
     run(copy.generate([3], P(max_tokens=1)))
     assert first.bodies == []
@@ -833,7 +833,7 @@ def test_the_private_file_is_removed_with_its_owner(server, make):
 
 
 def test_an_unreadable_file_of_urls_changes_nothing(server, tmp_path, monkeypatch):
-    file = tmp_path / "replicas.txt"
+    file = tmp_path / "servers.txt"
     file.write_text(f"{server.url}\n")
     with serving.VLLMEngine(file) as engine:
         engine.adopt(0)
@@ -845,20 +845,20 @@ def test_an_unreadable_file_of_urls_changes_nothing(server, tmp_path, monkeypatc
             patch.setattr(type(engine._members._path), "stat", stale)
             time.sleep(0.4)
         file.write_text("http://127.0.0.1:9\n")
-        until(lambda: [row["url"] for row in engine.replicas()] == ["http://127.0.0.1:9"])
+        until(lambda: [row["url"] for row in engine.servers()] == ["http://127.0.0.1:9"])
 
 
 def test_a_file_of_urls(servers, tmp_path):
     first, second = servers
-    file = tmp_path / "replicas.txt"
+    file = tmp_path / "servers.txt"
     file.write_text(f"{first.url}\n")
     with serving.VLLMEngine(file) as engine:
-        assert [row["url"] for row in engine.replicas()] == [first.url]
+        assert [row["url"] for row in engine.servers()] == [first.url]
         file.write_text(f"{first.url}\n{second.url}\n")
-        until(lambda: len(engine.replicas()) == 2)
+        until(lambda: len(engine.servers()) == 2)
         file.write_text("nonsense")
         time.sleep(0.4)
-        assert len(engine.replicas()) == 2
+        assert len(engine.servers()) == 2
     assert file.exists()
 
 
@@ -871,7 +871,7 @@ def test_the_dtype_of_all_servers(servers, make):
     engine = make(*servers)
     assert engine.dtype == "bfloat16"
     servers[1].dtype = "float32"
-    with pytest.raises(RuntimeError, match="differ in served_dtype: .*bfloat16.*float32"):
+    with pytest.raises(RuntimeError, match="disagree on served_dtype: .*bfloat16.*float32"):
         _ = engine.dtype
 
 
@@ -882,7 +882,7 @@ def test_servers_that_can_not_be_sent_weights_are_refused_however_they_were_star
     with pytest.raises(RuntimeError, match="start it without enable_eplb"):
         engine.check_reloads()
     servers[1].reload_refusal = ""
-    with pytest.raises(RuntimeError, match="differ in reload_refusal: .*without enable_eplb"):
+    with pytest.raises(RuntimeError, match="disagree on reload_refusal: .*without enable_eplb"):
         engine.check_reloads()
 
 

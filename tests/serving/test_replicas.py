@@ -1,4 +1,4 @@
-"""Which replica gets a request, and what version an engine of several serves."""
+"""Which server gets a request, and what version an engine of several serves."""
 
 import os
 from pathlib import Path
@@ -7,139 +7,139 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from primerl.serving.client.members import Members
-from primerl.serving.client.replicas import Replicas
+from primerl.serving.client.server_urls import ServerUrls
+from primerl.serving.client.servers import KnownServers
 
 URLS = [f"http://r{n}" for n in range(5)]
 SESSIONS = [f"session-{n}" for n in range(200)]
 
 
 def serving(urls=URLS, version=1):
-    replicas = Replicas(urls)
-    for one in replicas:
-        replicas.reported(one, f"run-{version}", version)
-    return replicas
+    servers = KnownServers(urls)
+    for one in servers:
+        servers.reported(one, f"run-{version}", version)
+    return servers
 
 
-def url_of(replicas, session):
-    return replicas.choose(session).url
+def url_of(servers, session):
+    return servers.choose(session).url
 
 
 def test_a_replica_serves_once_it_holds_weights_of_this_run():
-    replicas = Replicas(URLS[:2], version=7)
-    first, second = replicas
-    assert replicas.choose() is None
-    replicas.reported(first, "default", None)
-    assert replicas.choose() is None
-    assert replicas.version == 7
-    assert "http://r0 is up, but its weights ('default')" in replicas.describe()
-    assert "http://r1 is down (not reached yet)" in replicas.describe()
-    replicas.reported(second, "run-8", 8)
-    assert replicas.choose() is second
-    assert replicas.version == 8
-    assert replicas.live() == [first, second]
+    servers = KnownServers(URLS[:2], version=7)
+    first, second = servers
+    assert servers.choose() is None
+    servers.reported(first, "default", None)
+    assert servers.choose() is None
+    assert servers.version == 7
+    assert "http://r0 is up, but its weights ('default')" in servers.describe()
+    assert "http://r1 is down (not reached yet)" in servers.describe()
+    servers.reported(second, "run-8", 8)
+    assert servers.choose() is second
+    assert servers.version == 8
+    assert servers.live() == [first, second]
 
 
 def test_requests_without_a_session_go_to_the_least_loaded():
-    replicas = serving(URLS[:3])
-    a, b, c = replicas
+    servers = serving(URLS[:3])
+    a, b, c = servers
     a.in_flight, b.in_flight, c.in_flight = 4, 2, 3
-    assert replicas.choose() is b
-    assert replicas.choose(avoid={b.url}) is c
-    assert replicas.choose(avoid={a.url, b.url, c.url}) is b, "all are avoided: the least loaded"
+    assert servers.choose() is b
+    assert servers.choose(avoid={b.url}) is c
+    assert servers.choose(avoid={a.url, b.url, c.url}) is b, "all are avoided: the least loaded"
 
 
 def test_sessions_are_spread_evenly_and_stay():
-    replicas = serving()
-    urls_before = {session: url_of(replicas, session) for session in SESSIONS}
+    servers = serving()
+    urls_before = {session: url_of(servers, session) for session in SESSIONS}
     counts = [list(urls_before.values()).count(url) for url in URLS]
     assert all(20 <= count <= 65 for count in counts), counts  # 40 of 200 each
-    assert {session: url_of(replicas, session) for session in SESSIONS} == urls_before
+    assert {session: url_of(servers, session) for session in SESSIONS} == urls_before
 
 
 def test_when_a_replica_leaves_only_its_own_sessions_move_and_come_back():
-    replicas = serving()
-    before = {session: url_of(replicas, session) for session in SESSIONS}
-    replicas.lost(replicas.get(URLS[2]), "killed")
-    during = {session: url_of(replicas, session) for session in SESSIONS}
+    servers = serving()
+    before = {session: url_of(servers, session) for session in SESSIONS}
+    servers.lost(servers.get(URLS[2]), "killed")
+    during = {session: url_of(servers, session) for session in SESSIONS}
     assert URLS[2] not in during.values()
     assert all(during[s] == url for s, url in before.items() if url != URLS[2])
-    replicas.reported(replicas.get(URLS[2]), "run-1", 1)
-    assert {session: url_of(replicas, session) for session in SESSIONS} == before
-    replicas.join("http://new")
-    replicas.reported(replicas.get("http://new"), "run-1", 1)
-    moved = {s for s in SESSIONS if url_of(replicas, s) != before[s]}
-    assert {url_of(replicas, s) for s in moved} == {"http://new"}
+    servers.reported(servers.get(URLS[2]), "run-1", 1)
+    assert {session: url_of(servers, session) for session in SESSIONS} == before
+    servers.join("http://new")
+    servers.reported(servers.get("http://new"), "run-1", 1)
+    moved = {s for s in SESSIONS if url_of(servers, s) != before[s]}
+    assert {url_of(servers, s) for s in moved} == {"http://new"}
 
 
-def test_a_session_leaves_an_overloaded_replica():
-    replicas = serving(URLS[:2])
-    assigned = replicas.choose("chat")
-    other = next(one for one in replicas if one is not assigned)
+def test_a_session_leaves_an_overloaded_server():
+    servers = serving(URLS[:2])
+    assigned = servers.choose("chat")
+    other = next(one for one in servers if one is not assigned)
     assigned.in_flight, other.in_flight = 4, 0  # 4 <= 0 * 1.5 + 4
-    assert replicas.choose("chat") is assigned
+    assert servers.choose("chat") is assigned
     assigned.in_flight = 5
-    assert replicas.choose("chat") is other
+    assert servers.choose("chat") is other
     other.in_flight = 4  # 5 <= 4 * 1.5 + 4
-    assert replicas.choose("chat") is assigned
+    assert servers.choose("chat") is assigned
 
 
 def test_version_is_that_of_the_slowest_and_stragglers_are_not_used():
-    replicas = serving(URLS[:2], version=4)
-    fast, slow = replicas
-    replicas.serves(fast, "run-8", 8)
-    assert replicas.version == 4, "one publication behind is used"
-    assert set(replicas.serving()) == {fast, slow}
-    replicas.serves(fast, "run-12", 12)
-    assert replicas.serving() == [fast], "two publications behind is not"
-    assert replicas.version == 12
-    replicas.reported(slow, "run-8", 8)
-    assert replicas.serving() == [fast], "12 was reported; older weights may not serve any more"
-    replicas.reported(slow, "run-12", 12)
-    assert set(replicas.serving()) == {fast, slow}
+    servers = serving(URLS[:2], version=4)
+    fast, slow = servers
+    servers.serves(fast, "run-8", 8)
+    assert servers.version == 4, "one publication behind is used"
+    assert set(servers.serving()) == {fast, slow}
+    servers.serves(fast, "run-12", 12)
+    assert servers.serving() == [fast], "two publications behind is not"
+    assert servers.version == 12
+    servers.reported(slow, "run-8", 8)
+    assert servers.serving() == [fast], "12 was reported; older weights may not serve any more"
+    servers.reported(slow, "run-12", 12)
+    assert set(servers.serving()) == {fast, slow}
 
 
 def test_a_version_learned_from_another_copy_is_a_lower_bound():
-    replicas = serving(URLS[:1], version=1)
-    (only,) = replicas
-    replicas.learn(2)
-    assert replicas.version == 2
-    assert replicas.choose() is None
-    replicas.reported(only, "run-2", 2)
-    assert replicas.choose() is only
+    servers = serving(URLS[:1], version=1)
+    (only,) = servers
+    servers.learn(2)
+    assert servers.version == 2
+    assert servers.choose() is None
+    servers.reported(only, "run-2", 2)
+    assert servers.choose() is only
 
 
 def test_reports_out_of_order():
-    replicas = serving(URLS[:1], version=3)
-    (only,) = replicas
-    replicas.reported(only, "run-2", 2)
+    servers = serving(URLS[:1], version=3)
+    (only,) = servers
+    servers.reported(only, "run-2", 2)
     assert (only.version, only.label) == (3, "run-3")
-    assert replicas.reported(only, "failed", None), "what is in flight there is lost"
+    assert servers.reported(only, "failed", None), "what is in flight there is lost"
     assert (only.version, only.label) == (None, "failed")
-    assert not replicas.reported(only, "failed", None)
-    replicas.lost(only, "killed")
+    assert not servers.reported(only, "failed", None)
+    servers.lost(only, "killed")
     assert (only.alive, only.version) == (False, None)
 
 
 def test_a_replica_that_left_gets_no_requests_and_may_rejoin():
-    replicas = serving(URLS[:2])
-    replicas.leave(URLS[0])
-    replicas.leave("http://unknown")
-    assert replicas.get(URLS[0]) is None
-    assert [one.url for one in replicas.serving()] == URLS[1:2]
-    again = replicas.join(URLS[0])
+    servers = serving(URLS[:2])
+    servers.leave(URLS[0])
+    servers.leave("http://unknown")
+    assert servers.get(URLS[0]) is None
+    assert [one.url for one in servers.serving()] == URLS[1:2]
+    again = servers.join(URLS[0])
     assert not again.alive
-    assert replicas.join(URLS[1]).alive, "who is there already stays as it is"
+    assert servers.join(URLS[1]).alive, "who is there already stays as it is"
 
 
 @given(loads=st.lists(st.integers(0, 50), min_size=1, max_size=5), session=st.text(max_size=5))
-def test_no_session_overloads_its_replica(loads, session):
-    replicas = serving(URLS[: len(loads)])
-    for one, load in zip(replicas, loads, strict=True):
+def test_no_session_overloads_its_server(loads, session):
+    servers = serving(URLS[: len(loads)])
+    for one, load in zip(servers, loads, strict=True):
         one.in_flight = load
-    chosen = replicas.choose(session)
+    chosen = servers.choose(session)
     assert chosen.in_flight <= min(loads) * 1.5 + 4
-    assert replicas.choose().in_flight == min(loads)
+    assert servers.choose().in_flight == min(loads)
 
 
 class Fleet(RuleBasedStateMachine):
@@ -147,7 +147,7 @@ class Fleet(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.replicas = Replicas(URLS[:3])
+        self.servers = KnownServers(URLS[:3])
         self.newest = 0
         self.reported = 0
 
@@ -160,26 +160,26 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.newest)
     @rule(url=urls)
     def update(self, url):
-        one = self.replicas.get(url)
-        self.replicas.reported(one, f"run-{self.newest}", self.newest)
+        one = self.servers.get(url)
+        self.servers.reported(one, f"run-{self.newest}", self.newest)
 
     @rule(url=urls)
     def die(self, url):
-        self.replicas.lost(self.replicas.get(url), "killed")
+        self.servers.lost(self.servers.get(url), "killed")
 
     @rule(url=urls)
     def restart(self, url):
-        self.replicas.reported(self.replicas.get(url), "default", None)
+        self.servers.reported(self.servers.get(url), "default", None)
 
     @invariant()
     def holds(self):
-        version = self.replicas.version
+        version = self.servers.version
         assert version >= self.reported, "the version never goes back"
         self.reported = version
-        serving = self.replicas.serving()
+        serving = self.servers.serving()
         assert all(one.alive and one.version >= version for one in serving)
         assert not serving or min(one.version for one in serving) == version
-        chosen = self.replicas.choose("session")
+        chosen = self.servers.choose("session")
         assert (chosen is None) == (not serving)
 
 
@@ -196,13 +196,13 @@ def test_writing_the_list_of_urls_follows_no_symbolic_link(tmp_path, monkeypatch
     (shared / f"urls.txt.{os.getpid()}.partial").symlink_to(precious)
     opened = []
     monkeypatch.setattr("os.replace", lambda old, new: opened.append(old) or Path(old).rename(new))
-    members = Members(urls)
+    members = ServerUrls(urls)
 
     for url in ("http://b", "http://c"):
         members.write([url])
 
     assert precious.read_text() == "of the user"
-    assert Members(urls).urls == ["http://c"]
+    assert ServerUrls(urls).urls == ["http://c"]
     assert len(set(opened)) == 2  # no name can be foreseen
     assert urls.stat().st_mode & 0o777 == 0o600
     assert len(list(shared.iterdir())) == 2

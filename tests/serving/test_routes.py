@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from primerl import rollout, serving
 from primerl.rollout.engines.contract import BadCompletion
-from primerl.serving.client import routes as client_routes
-from primerl.serving.client.routes import row_versions
-from primerl.serving.protocol import routes as routes_module
-from primerl.serving.protocol.routes import RoutesDecoder, RoutesSplitter, most_characters
+from primerl.serving.client import expert_routes as client_routes
+from primerl.serving.client.expert_routes import row_versions
+from primerl.serving.protocol import expert_routes as routes_module
+from primerl.serving.protocol.expert_routes import RoutesDecoder, RoutesSplitter, most_characters
 from primerl.types import SamplingParams as P
 
 # ---- splitting ----
@@ -208,7 +208,7 @@ WHOLE = base64.b64decode(encoded(ROWS))
         ),
         (base64.b64encode(WHOLE + b"xxx"), r"more bytes than uint8\[3, 2, 2\]"),
         (base64.b64encode(WHOLE[:50]), "50 bytes end within the header"),
-        (b"", "its 0 bytes end"),
+        (b"", "their 0 bytes end"),
         (base64.b64encode(b"PK" * 100), "not a .npy file"),
         (base64.b64encode(b"\x93NUMPY\x02\x00" + WHOLE[8:]), "not a .npy file of version 1.0"),
         (base64.b64encode(b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 900), "not a .npy file"),
@@ -218,8 +218,8 @@ WHOLE = base64.b64decode(encoded(ROWS))
         (encoded(ROWS.astype(np.float32)), "<f4.*expected uint8 or uint16"),
         (encoded(ROWS, fortran=True), "True.*expected uint8"),
         (encoded(ROWS[0]), r"tokens, layers, experts of a token"),
-        (encoded(np.zeros((101, 1, 1), np.uint8)), "routes of 100 tokens"),
-        (encoded(np.zeros((1, 128, 49), np.uint8)), "6144 bytes of a token"),
+        (encoded(np.zeros((101, 1, 1), np.uint8)), "routes of at most 100 tokens"),
+        (encoded(np.zeros((1, 128, 49), np.uint8)), "6144 bytes per token"),
         (encoded(np.zeros((1, 0, 2), np.uint8)), "expected 1 to"),
     ],
 )
@@ -391,19 +391,23 @@ def twice(page):
 @pytest.mark.parametrize(
     ("value", "edit", "message"),
     [
-        (None, None, "sent no routed experts; start it with serve_vllm"),
+        (None, None, "sent no expert routes; start it with serve_vllm"),
         (rows(4), None, "of 4 tokens, expected 3: those of tokens 1 to 3"),
-        (rows(2), None, "of 2 tokens, expected 3: those of tokens 1 to 3, of a prompt of 3 tokens"),
+        (
+            rows(2),
+            None,
+            "of 2 tokens, expected 3: those of tokens 1 to 3, for a prompt of 3 tokens",
+        ),
         (rows(0), None, "of 0 tokens, expected 3"),
-        (rows(40), None, "the request allows routes of 6 tokens"),
+        (rows(40), None, "the request allows routes of at most 6 tokens"),
         (rows(3, np.float32), None, "expected uint8 or uint16"),
         (rows(3)[:-8], None, "end within row"),
         ("$$$", None, "not base64"),
-        (7, None, "not vLLM's"),
-        (rows(3), escaped, "outside of its choice, or escaped"),
-        (None, outside, "outside of its choice"),
+        (7, None, "without vLLM's schema"),
+        (rows(3), escaped, "outside its choice, or escaped"),
+        (None, outside, "outside its choice"),
         (rows(3), twice, "routed_experts more than once"),
-        (rows(3), lambda page: page[: page.index(b"AAAA")], "not vLLM's"),
+        (rows(3), lambda page: page[: page.index(b"AAAA")], "without vLLM's schema"),
     ],
 )
 def test_routes_that_are_not_of_the_request_are_a_bad_completion(
@@ -543,7 +547,7 @@ def test_a_server_that_does_not_say_is_asked_for_no_more(server, make, caplog, s
         run(engine.generate([3, 4, 5], P(max_tokens=2)))
 
     assert starts_of(server) == [2, 2]
-    assert caplog.text.count("does not say whether it loads keys and values") == 1
+    assert caplog.text.count("does not report whether it has a KV connector") == 1
 
 
 def test_a_server_that_is_busy_is_asked_again(server, make):

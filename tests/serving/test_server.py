@@ -429,7 +429,7 @@ def test_the_key_is_random_and_not_exposed(installed):
     assert not one.alive
     assert one.pid is None
     assert one.log_tail() == ""
-    with pytest.raises(RuntimeError, match=r"no address before start"):
+    with pytest.raises(RuntimeError, match=r"no url before start"):
         _ = one.url
     one.close()  # nothing to do
 
@@ -609,7 +609,7 @@ def test_output_of_an_earlier_start_is_not_taken_for_the_cause(stand_in, tmp_pat
 
 def test_a_server_that_answers_without_the_key_is_stopped(stand_in, tmp_path):
     server = stand_in(SERVER.format(open=True), log_path=tmp_path / "log")
-    with pytest.raises(RuntimeError, match="does not protect its routes: /weight_info answers 200"):
+    with pytest.raises(RuntimeError, match="does not check its API key: /weight_info answers 200"):
         server.start()
     assert not server.alive
 
@@ -1063,7 +1063,7 @@ def test_the_key_is_read_from_standard_input():
         "print(one._expected == two._expected == b'Bearer the-key')"
     )
     environment = {**os.environ, "PRIMERL_API_KEY_FROM": "stdin", "PRIMERL_API_KEY": "another"}
-    for sent, said in (("the-key", "True"), ("", "standard input has no key")):
+    for sent, said in (("the-key", "True"), ("", "standard input has no API key")):
         done = subprocess.run(
             [sys.executable, "-c", program],
             input=sent, env=environment, encoding="utf-8", capture_output=True, check=False,
@@ -1076,5 +1076,5 @@ def test_without_a_key_the_server_does_not_start(monkeypatch):
         monkeypatch.setenv("PRIMERL_API_KEY", key) if key is not None else monkeypatch.delenv(
             "PRIMERL_API_KEY", raising=False
         )
-        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY has no key"):
+        with pytest.raises(RuntimeError, match="PRIMERL_API_KEY has no API key"):
             RequireKey(inner)

@@ -225,8 +225,8 @@ def test_no_run_is_refused():
 @pytest.mark.parametrize(
     ("per_token", "message"),
     [
-        ([{}], "per_token is of 1 samples; expected 2"),
-        ([{}, {}, {}], "per_token is of 3 samples; expected 2"),
+        ([{}], "per_token is for 1 samples; expected 2"),
+        ([{}, {}, {}], "per_token is for 3 samples; expected 2"),
         (
             [{}, {"entropy": np.zeros(3)}],
             r"has entropy of shape \(3,\) for a sample of shape \(5,\)",

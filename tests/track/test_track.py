@@ -351,7 +351,7 @@ SEED = {"seed": 0, "lr": 0.1}
         ({"seed": 3}, {}, "was begun with seed=0, and is resumed with seed=3; .* keeps its seed"),
         ({}, {"name": "another"}, "is a run of .*, and this is another"),
         ({}, {"steps": 2}, "is resumed after step 3, but only 2 steps are planned"),
-        ({}, {"fixed": ["model"]}, "is no run of this script: model is only in one of"),
+        ({}, {"fixed": ["model"]}, "is no run of this script: model is missing either in"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path, change, settings, message):
@@ -395,7 +395,7 @@ FOREIGN = {
     "metrics.jsonl, line 1, is no record": "not JSON\n",
     "metrics.jsonl, line 1, is no": "[" * 100_000 + "\n",
     "metrics.jsonl, line 1": '{"step": "0"}\n',
-    "metrics.jsonl has lines of 1 steps, and the run's state is of 3": '{"step": 0}\n',
+    "metrics.jsonl has lines of 1 steps, but the run's state has 3": '{"step": 0}\n',
 }
 
 

@@ -168,7 +168,7 @@ def test_logprobs_under_the_adapter_are_those_of_the_trainer(lora_server, dense,
         assert np.abs(policy.expected(tokens) - plain).max() > 0.1
         assert receipt.kind == "adapter"
         assert receipt.tensors == sum("lora_" in name for name in policy.model.state_dict())
-        (verdict,) = policy.canary.check(0).replicas
+        (verdict,) = policy.canary.check(0).servers
         assert verdict.tensors == verdict.compared_tensors > 0
 
 
@@ -243,7 +243,7 @@ def test_requests_in_flight_end_with_the_version_that_they_began_with(policy):
 
     async def sample_while_publishing():
         long = asyncio.create_task(policy.engine.generate(tokens, P(max_tokens=600)))
-        while not policy.engine.replicas()[0]["in_flight"]:
+        while not policy.engine.servers()[0]["in_flight"]:
             await asyncio.sleep(0.01)
         for version in (1, 2):
             step(policy.model)
@@ -294,7 +294,7 @@ def test_the_receipt_catches(policy, other, fault):
     before = run(policy.engine.score(prompt(5)))
     step(policy.model)
     policy.between.change = lambda folder: fault(folder, policy, other)
-    with pytest.raises(RuntimeError, match=r"version 1 did not arrive: digest: \w+ of what was"):
+    with pytest.raises(RuntimeError, match=r"version 1 did not arrive: digest: \w+ of the loaded"):
         policy.transport.publish(1)
 
     assert policy.engine.version == 0
@@ -338,7 +338,7 @@ def test_a_changed_base_is_caught(policy):
     print(verdict.reason, fresh.reason)
     assert not verdict.passed
     assert "scores differ by" in verdict.reason
-    assert fresh.replicas[0].wrong_tensors == ("model.norm.weight",)  # at the first check
+    assert fresh.servers[0].wrong_tensors == ("model.norm.weight",)  # at the first check
 
 
 def test_an_adapter_that_was_dropped_is_never_replaced_by_the_base(policy):

@@ -43,7 +43,7 @@ async def under_fire(engine, victim):
     """Sixteen requests over both servers, of which one dies meanwhile."""
     params = SamplingParams(max_tokens=400)
     requests = [asyncio.ensure_future(engine.generate([5, 6], params)) for _ in range(16)]
-    while not all(row["in_flight"] for row in await asyncio.to_thread(engine.replicas)):
+    while not all(row["in_flight"] for row in await asyncio.to_thread(engine.servers)):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
     await asyncio.to_thread(kill, victim)
@@ -75,14 +75,14 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(recipe.main, args)
         until(lambda: (tmp_path / "run/plays.jsonl").exists(), within_s=120.0)
-        until(lambda: len(track.read_plays(tmp_path / "run")) >= 2, within_s=120.0)
+        until(lambda: len(track.read_evaluation(tmp_path / "run")) >= 2, within_s=120.0)
         kill(server)
-        played = len(track.read_plays(tmp_path / "run"))
+        played = len(track.read_evaluation(tmp_path / "run"))
         assert played < 16
         server.restart()
         running.result(timeout=300)
 
-    plays = track.read_plays(tmp_path / "run")
+    plays = track.read_evaluation(tmp_path / "run")
     assert len({(play["task"], play["index"]) for play in plays}) == len(plays) == 16
     assert [play["error"] for play in plays] == [None] * 16
 
@@ -100,13 +100,13 @@ def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):
         answers = run(under_fire(engine, first))
         assert [len(one.token_ids) for one in answers] == [400] * 16
         assert {int(v) for one in answers for v in one.versions} == {1}
-        assert [row["alive"] for row in engine.replicas()] == [False, True]
+        assert [row["alive"] for row in engine.servers()] == [False, True]
 
         url = first.url
         first.restart()
         assert first.url == url
-        until(lambda: engine.replicas()[0]["serving"])
-        assert engine.replicas()[0]["version"] == 1
+        until(lambda: engine.servers()[0]["serving"])
+        assert engine.servers()[0]["version"] == 1
 
         async def many():
             params = SamplingParams(max_tokens=8)

@@ -10,7 +10,7 @@ from publishing import ROUNDING, check_logprobs, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
 from primerl import loss, models, rollout, serving, testing, weights
-from primerl.serving.client.replicas import Replicas
+from primerl.serving.client.servers import KnownServers
 from primerl.types import SamplingParams, TrainingSample
 
 P = SamplingParams
@@ -239,12 +239,12 @@ def hits(engine):
 
 def session_names(urls, counts):
     """Names of ``counts[i]`` sessions of server i; their hashes depend on the random ports."""
-    replicas = Replicas(urls)
-    for one in replicas:
-        replicas.reported(one, "run-0", 0)
+    servers = KnownServers(urls)
+    for one in servers:
+        servers.reported(one, "run-0", 0)
     names = {url: [] for url in urls}
     for n in range(1000):
-        names[replicas.choose(str(n)).url].append(str(n))
+        names[servers.choose(str(n)).url].append(str(n))
     return [name for url, count in zip(urls, counts, strict=True) for name in names[url][:count]]
 
 

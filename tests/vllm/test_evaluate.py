@@ -21,7 +21,7 @@ def summary(folder):
 
 
 def greedy_replies(folder):
-    return {one["task"]: one["messages"][-1]["content"] for one in track.read_plays(folder)}
+    return {one["task"]: one["messages"][-1]["content"] for one in track.read_evaluation(folder)}
 
 
 def test_tokens_and_messages_have_the_same_greedy_replies(
@@ -32,7 +32,7 @@ def test_tokens_and_messages_have_the_same_greedy_replies(
         "tasks": 8,
         "max_tokens": 12,
         "temperature": 0.0,
-        "play_timeout_s": 120.0,
+        "rollout_timeout_s": 120.0,
     }
     monkeypatch.setenv("PRIMERL_API_KEY", server.api_key)
     recipe.main(

@@ -75,7 +75,7 @@ def test_updates_of_smollm2_at_1e_6_pass_and_are_seen(server, smollm2):
             verdict = trainer.step()
             print(verdict.reason, verdict.tolerance)
             assert verdict.passed, verdict.reason
-            (one,) = verdict.replicas
+            (one,) = verdict.servers
             assert one.moved == pytest.approx(1, abs=0.1)
 
 
@@ -91,7 +91,7 @@ def test_a_prefix_cache_that_stays_over_an_update_at_1e_6_is_caught(server, smol
         verdict = trainer.step()
         print(verdict.reason)
         assert not verdict.passed
-        (one,) = verdict.replicas
+        (one,) = verdict.servers
         assert one.difference < verdict.tolerance < one.continuation
         assert one.moved == pytest.approx(1, abs=0.1)
 
@@ -117,7 +117,7 @@ def test_one_of_two_replicas_that_stays_old_is_named(pair, tied_experts):
             trainer.transport = weights.SharedMemory(trainer.model, one)
             trainer.engine.learn(trainer.version + 1)  # or it believes its own publications alone
             verdict = trainer.step()
-    found = {one.replica: one for one in verdict.replicas}
+    found = {one.server: one for one in verdict.servers}
     print(verdict.reason)
     assert not verdict.passed
     assert found[first.url].passed
@@ -167,11 +167,11 @@ def test_faults_of_each_kind_are_read_back(faulty_server, tied_experts):
             verdict = trainer.canary.check(version)
             print(name, verdict.reason)
             assert not verdict.passed, name
-            assert verdict.replicas[0].wrong_tensors, name
+            assert verdict.servers[0].wrong_tensors, name
         trainer.transport.publish(len(FAULTS) + 1)
         verdict = trainer.canary.check(len(FAULTS) + 1)
         assert verdict.passed, verdict.reason
-        (one,) = verdict.replicas
+        (one,) = verdict.servers
         assert one.compared_tensors == one.tensors
 
 
@@ -209,7 +209,7 @@ def test_an_untied_trainer_is_not_published_to_a_tied_server(faulty_server, tied
     untied = type(tied)(type(tied.config)(**config))
     untied.load_state_dict(tied.state_dict())  # equal, but of its own from the first step on
     with serving.VLLMEngine(faulty_server) as engine:
-        with pytest.raises(RuntimeError, match=r"lm_head.weight is not served by .*tied"):
+        with pytest.raises(RuntimeError, match=r"lm_head.weight was sent to .*tied"):
             weights.SharedMemory(untied, engine).publish(0)
 
 

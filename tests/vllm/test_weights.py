@@ -74,7 +74,7 @@ def test_a_reload_gives_the_logprobs_of_the_new_weights(trainer, tmp_path):
         for _ in range(2):
             receipt = trainer.publish(transport)
             assert trainer.error() < CLOSE
-            ((worker,),) = receipt.replicas.values()
+            ((worker,),) = receipt.servers.values()
             assert worker["digest"] == receipt.digest
     assert receipt.kind == "delta"
 
@@ -184,7 +184,9 @@ def test_one_of_two_engines_has_an_old_version(trainer, pair, tmp_path):
         trainer.publish(both)
         stale = Stale(engine)
         one = weights.Disk(trainer.model, trainer.engine, stale, folder=tmp_path / "v")
-        with pytest.raises(RuntimeError, match=rf"version: still serves \d+ on {pair[1].url}"):
+        with pytest.raises(
+            RuntimeError, match=rf"version: still serves version \d+ on {pair[1].url}"
+        ):
             trainer.publish(one)
         assert trainer.error() < CLOSE
 
@@ -219,7 +221,7 @@ def test_broadcast_weights_arrive(trainer, other_transfer):
     for _ in range(2):
         receipt = trainer.publish(transport)
         assert trainer.error() < CLOSE
-        ((worker,),) = receipt.replicas.values()
+        ((worker,),) = receipt.servers.values()
         assert worker["digest"] == receipt.digest
 
 

@@ -76,7 +76,7 @@ def test_a_version_that_fails_each_retry_raises():
     trained(model, seed=1, lr=1e-2)
     engine.skip = lambda name: True
 
-    with pytest.raises(RuntimeError, match="do not serve what was published: version 1 failed"):
+    with pytest.raises(RuntimeError, match="do not serve the published weights: version 1 failed"):
         transport.publish(1)
 
     assert engine.updates == [0, 1, 1, 1]

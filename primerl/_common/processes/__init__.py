@@ -1,1 +1,1 @@
-"""Child processes that end with their owner, and everything that they start."""
+"""Supervised child processes, which end with their owner, with all processes they started."""

@@ -1,4 +1,4 @@
-"""Starting commands under a supervisor, in an environment without secrets."""
+"""Functions that start commands under a supervisor, in an environment without secrets."""
 
 import contextlib
 import fcntl
@@ -14,15 +14,15 @@ import attrs
 
 from primerl._common.processes import supervisor
 
-# A child is not a rank of the trainer's process group.
+# Not inherited, because a child is not a rank of the trainer's process group.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_")
 SECRETS = ("PRIMERL_API_KEY", "VLLM_API_KEY")
-"""Variables that give access to servers; no child inherits them."""
+"""Environment variables that hold servers' keys; no child inherits them."""
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a child inherits: all but torchrun's and ``SECRETS``."""
+    """Return the variables that a child inherits: all but torchrun's and ``SECRETS``."""
     return {
         name: value
         for name, value in environment.items()
@@ -32,7 +32,10 @@ def inherited(environment: Mapping[str, str]) -> dict[str, str]:
 
 @attrs.frozen
 class LaunchContext:
-    """What children inherit, recorded before code of an environment could change it."""
+    """The environment and folders that children inherit.
+
+    They are recorded before code of an RL environment can change them.
+    """
 
     environment: dict[str, str]
     folder: str | None
@@ -41,7 +44,7 @@ class LaunchContext:
 
     @classmethod
     def current(cls) -> "LaunchContext":
-        """That of this process now."""
+        """Return the launch context of this process now."""
         try:
             folder = os.getcwd()
         except FileNotFoundError:
@@ -50,9 +53,9 @@ class LaunchContext:
 
 
 def make_folder(prefix: str, *, within: str | None = None) -> str:
-    """A private folder in ``within`` (by default, that for temporary files).
+    """Create a private folder in ``within`` (by default, the temporary folder).
 
-    It is marked so that ``supervisor.remove_folder`` knows it.
+    It holds a marker file, without which ``supervisor.remove_folder`` would not remove it.
     """
     folder = os.path.abspath(tempfile.mkdtemp(prefix=prefix, dir=within))
     os.chmod(folder, 0o700)  # whatever the umask says
@@ -67,25 +70,25 @@ def start(
 ) -> "subprocess.Popen[bytes]":
     """Start a command under a supervisor, and return the supervisor's process.
 
-    SIGTERM ends the command, by force after ``grace_s``, and all that it started; the exit code is
-    the command's, or 128 + the number of the signal that killed the command. ``folder`` is from
-    ``make_folder``. This process removes it; if it has died, the supervisor does. ``options`` are
-    those of ``subprocess.Popen``.
+    Sending SIGTERM to the supervisor ends the command and all processes that it started, by SIGKILL
+    after ``grace_s``. The exit code is the command's, or 128 + the number of the signal that killed
+    the command. ``folder`` is from ``make_folder``. This process has to remove it; if this process
+    has died, the supervisor removes it. ``options`` are those of ``subprocess.Popen``.
     """
     program = supervised(command, folder=folder, grace_s=grace_s)
     return subprocess.Popen(program, start_new_session=True, **options)
 
 
 def supervised(command: Sequence[str], *, folder: str, grace_s: float) -> list[str]:
-    """The command under a supervisor, as ``start`` starts it: to be started in a new session."""
+    """Return the command line that runs ``command`` under a supervisor, for a new session."""
     program = [sys.executable, "-I", "-S", supervisor.__file__]
     return [*program, str(os.getpid()), folder, str(grace_s), *command]
 
 
 def is_over(folder: str) -> bool:
-    """Whether no supervisor with this ``folder`` is running any more.
+    """Check that no supervisor with this ``folder`` is running any more.
 
-    When one of a command's two supervisors is killed, the other one ends the command.
+    A command has two supervisors: when one is killed, the other one ends the command.
     """
     try:
         marker = os.open(os.path.join(folder, supervisor.MARKER), os.O_RDONLY | os.O_NOFOLLOW)
@@ -101,7 +104,10 @@ def is_over(folder: str) -> bool:
 
 
 def wait_until_over(process: "subprocess.Popen[bytes]", folder: str, *, timeout_s: float) -> bool:
-    """Wait for a command that ``start`` started, and for everything that it started itself."""
+    """Wait for a command that ``start`` started, and for all processes that it started.
+
+    Returns whether all of them ended within ``timeout_s``.
+    """
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)

@@ -1,24 +1,25 @@
-"""Runs a command, and ends all that it started when it ends, or when its owner does.
+"""A program that runs a command, and ends its whole process tree with it or with the owner.
 
     python -I -S supervisor.py OWNER FOLDER GRACE_S COMMAND...
 
-A program of its own, of the standard library alone. Two supervisors stand between the owner (the
-process that starts this program) and the command, each in a session of its own:
+It is a separate program that uses only the standard library. The owner is the process that starts
+it. Two supervisors run between the owner and the command, each in its own session:
 
     owner -> outer supervisor -> inner supervisor -> command -> whatever it starts
 
 Both are subreapers: a process that loses its parent becomes their child, whatever session it has
-moved to. So no process is left behind, whichever of them dies:
+moved to. So no process is left behind when any of them dies:
 
-- the owner dies (kill -9 included), or sends SIGTERM: the command is asked to stop and killed after
-  ``GRACE_S``, with everything that it started. A dead owner's ``FOLDER`` is removed.
-- the command ends: what it started is killed, and its exit code is passed on (128 + the signal's
-  number if a signal killed it).
-- a supervisor is killed: the other one does the same.
+- The owner dies (kill -9 included), or sends SIGTERM: the command gets SIGTERM. After ``GRACE_S``
+  it is killed, with all processes that it started. If the owner has died, ``FOLDER`` is removed.
+- The command ends: the processes that it started are killed, and its exit code is passed on
+  (128 + the signal's number if a signal killed it).
+- A supervisor is killed: the other one ends the command and its processes in the same way.
 
 Not covered are processes that others start on the command's behalf (``systemd-run``, ``docker``,
-an existing ``tmux`` server), those of another user (``sudo``), and, if both supervisors are killed
-at once, all but the command. Outside Linux only the command's process group is ended.
+an existing ``tmux`` server) and processes of another user (``sudo``). If both supervisors are
+killed at once, only the command itself is killed. Outside Linux, only the command's process group
+is ended.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ import time
 from collections.abc import Callable
 
 POLL_S = 0.2
-SWEEP_S = 1.0  # in which descendants of a dead command may end and release what they shared
+SWEEP_S = 1.0  # time for descendants of a dead command to end and release shared memory
 OUTER_GRACE_S = 5.0  # for the inner supervisor, in addition to the command's
 MARKER = ".primerl-folder"
 FAILED = 127  # the exit code where the command could not be run
@@ -44,12 +45,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(owner: int, folder: str, grace_s: float, command: list[str]) -> int:
-    """Run both supervisors until all processes have ended; returns the command's exit code."""
-    for number in _WAKING:  # an ignored SIGCHLD, which is inherited, would hide exit codes
+    """Run both supervisors until all processes have ended; return the command's exit code."""
+    for number in _WAKING:  # an inherited, ignored SIGCHLD would hide exit codes
         signal.signal(number, signal.SIG_DFL)
-    # Signals are taken one at a time, so that none interrupts anything.
+    # Blocked signals are received one at a time by sigwait, so that none interrupts other code.
     signal.pthread_sigmask(signal.SIG_BLOCK, _WAKING)
-    # Both supervisors hold the lock until the end. The command does not: it is closed on exec.
+    # Both supervisors hold the lock until they end. The command does not: exec closes it.
     lock = os.open(os.path.join(folder, MARKER), os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     outer = os.getpid()
@@ -72,10 +73,11 @@ def main(owner: int, folder: str, grace_s: float, command: list[str]) -> int:
 def supervise(
     parent: int, run: Callable[[], int], lock: int, *, grace_s: float, orphan_grace_s: float
 ) -> int:
-    """Call ``run`` in a child until it or this process's ``parent`` ends; returns its exit code.
+    """Call ``run`` in a child process, and return its exit code.
 
-    ``grace_s``, or ``orphan_grace_s`` if ``parent`` has died, is between SIGTERM and SIGKILL; with
-    0 the child is killed at once. The file descriptor ``lock`` is kept open.
+    The child is ended when this process gets SIGTERM, SIGINT or SIGHUP, or when its ``parent``
+    dies. It then gets SIGTERM, and after ``grace_s`` (``orphan_grace_s`` if ``parent`` has died)
+    SIGKILL; with 0 it is killed at once. The file descriptor ``lock`` is kept open.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = _start(run)
@@ -96,7 +98,7 @@ def supervise(
 
 
 def _start(run: Callable[[], int]) -> int:
-    """The process id of a child that calls ``run``, in a session of its own."""
+    """Fork a child that calls ``run`` in a new session; return its process id."""
     pid = os.fork()  # safe: this process has one thread
     if pid:
         return pid
@@ -111,16 +113,16 @@ def _start(run: Callable[[], int]) -> int:
 
 
 def _execute(command: list[str], parent: int) -> int:
-    """Become the command, which the kernel kills when ``parent`` dies."""
+    """Replace this process by the command, which the kernel kills when ``parent`` dies."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:  # it died before that call
+    if os.getppid() != parent:  # it died before the call of prctl
         return FAILED
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAKING)
     os.execvp(command[0], command)
 
 
 def _close_inherited(lock: int) -> None:
-    """Close inherited connections: their other end sees EOF only once no process holds them."""
+    """Close inherited file descriptors: a pipe reaches EOF only once all copies are closed."""
     for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) != lock:
             with contextlib.suppress(OSError):  # the descriptor of the listing itself
@@ -131,7 +133,7 @@ def _close_inherited(lock: int) -> None:
 
 
 def _signalled() -> bool:
-    """Wait for a signal, at most ``POLL_S``; returns whether it asks this process to end."""
+    """Wait for a signal, at most ``POLL_S``; return whether it asks this process to end."""
     if hasattr(signal, "sigtimedwait"):
         taken = signal.sigtimedwait(_WAKING, POLL_S)
         return taken is not None and taken.si_signo != signal.SIGCHLD
@@ -141,7 +143,7 @@ def _signalled() -> bool:
 
 
 def _ended() -> dict[int, int]:
-    """Exit codes of the children that ended since the last call, by process id."""
+    """Return the exit codes of children that ended since the last call, by process id."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -153,13 +155,13 @@ def _ended() -> dict[int, int]:
 
 
 def _sweep(child: int, patience_s: float) -> None:
-    """Kill the remaining descendants of the child, whatever session they are in."""
+    """Kill the remaining descendants of the child, in any session."""
     if not os.path.isdir("/proc/self"):
         with contextlib.suppress(OSError):
             os.killpg(child, signal.SIGKILL)
         return
     if not _all_ended(patience_s):
-        # The resource tracker of multiprocessing removes shared memory after the others have ended.
+        # Spared: multiprocessing's resource tracker frees shared memory after the others ended.
         _kill(lambda: {pid for pid in _descendants() if not _tracks_resources(pid)})
     if not _all_ended(SWEEP_S):
         _kill(_descendants)
@@ -167,7 +169,7 @@ def _sweep(child: int, patience_s: float) -> None:
 
 
 def _all_ended(patience_s: float) -> bool:
-    """Whether all descendants end within ``patience_s``."""
+    """Wait until all descendants have ended, at most ``patience_s``; return whether they have."""
     deadline = time.monotonic() + patience_s
     _ended()
     while left := bool(_descendants()):
@@ -179,7 +181,7 @@ def _all_ended(patience_s: float) -> bool:
 
 
 def _kill(find: Callable[[], set[int]]) -> None:
-    """Kill the processes that ``find`` finds, stopping all first so that none can start another."""
+    """Kill all processes that ``find`` returns; stop them first, so that none can fork."""
     stopped: set[int] = set()
     for _ in range(_MOST_ROUNDS):
         new = find() - stopped
@@ -197,7 +199,7 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
 
 
 def _descendants() -> set[int]:
-    """Process ids of this process's children and of theirs."""
+    """Return the process ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         found = _state_and_parent(int(name))
@@ -210,7 +212,7 @@ def _descendants() -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process exists and has not ended."""
+    """Check that a process exists and has not ended."""
     if os.path.isdir("/proc/self"):
         found = _state_and_parent(pid)
         return found is not None and found[0] not in "ZX"
@@ -226,7 +228,7 @@ def _state_and_parent(pid: int) -> tuple[str, int] | None:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The command's name is in parentheses and may contain any character.
             state, parent = file.read().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):  # the process may end meanwhile
+    except (OSError, ValueError):  # the process ended in the meantime
         return None
     return state, int(parent)
 
@@ -246,12 +248,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that ``launch.make_folder`` made; anything else at its path is left alone."""
-    import shutil  # takes as long to load as the rest of this program
+    """Remove a folder that ``launch.make_folder`` created; do nothing to any other folder."""
+    import shutil  # here, because it takes as long to import as all other modules together
 
     try:
         known = os.lstat(folder)
-        # Does not follow a link, or block on a pipe.
+        # These flags prevent following a link and blocking on a pipe.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         marker = os.open(os.path.join(folder, MARKER), flags)
     except OSError:

@@ -1,1 +1,1 @@
-"""What multiplies two operands in FP8: the reference, and libraries for GPUs."""
+"""Backends that multiply FP8 operands: a reference implementation, and libraries for GPUs."""

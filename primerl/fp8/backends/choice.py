@@ -1,4 +1,4 @@
-"""Which backend multiplies."""
+"""Choice of the backend that multiplies FP8 operands."""
 
 import functools
 import logging
@@ -18,19 +18,20 @@ BackendName = Literal["auto", "reference", "torch", "deep_gemm", "flashinfer"]
 BACKENDS: dict[str, Backend] = {
     one.name: one for one in (DeepGEMM(), FlashInfer(), ScaledMM(), Reference())
 }
-"""The first that can multiply is taken; the reference always can."""
+"""Backends in order of preference; the last, the reference, supports everything."""
 
 log = logging.getLogger(__name__)
 
 
 def require_backend(name: BackendName, form: Format, device: torch.device) -> Backend:
-    """The backend that multiplies in a format on a device.
+    """Return the backend that multiplies in a format on a device.
 
-    With ``"auto"``, the first of deep_gemm, flashinfer, torch and reference that can; which one it
-    is, and why not those before it, is logged once.
+    ``"auto"`` selects the first of deep_gemm, flashinfer, torch and reference that supports the
+    format and device. It logs once which backend was selected, and why the preceding ones were not.
 
     Raises:
-        ValueError: there is no such backend, or it can't; the message says why.
+        ValueError: there is no backend of this name, or it can't multiply here; the message says
+            why.
     """
     if name == "auto":
         return _first_able(form, device)

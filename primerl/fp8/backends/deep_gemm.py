@@ -1,6 +1,6 @@
-"""DeepGEMM: block-wise products and grouped products, on SM90 and SM100.
+"""Backend for DeepGEMM: block-wise and grouped products, on SM90 and SM100.
 
-It is installed from its repository (PyPI's ``deep-gemm`` is a placeholder), or comes with vLLM.
+Install DeepGEMM from its repository (PyPI's ``deep-gemm`` is a placeholder), or with vLLM.
 """
 
 import importlib
@@ -17,18 +17,18 @@ from primerl.fp8.format import Format, Quantized
 
 BLOCK = 128
 _MODULE = "deep_gemm"
-# Newer builds multiply FP4 too, and call their functions so.
+# Names of the same function in older builds, and in newer builds, which support FP4 too.
 _PLAIN = ("fp8_gemm_nt", "fp8_fp4_gemm_nt")
 _GROUPED = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous")
 
 
 class DeepGEMM:
-    """float32 scales on SM90, powers of two on SM100; results are in bfloat16."""
+    """Backend with DeepGEMM: float32 scales on SM90, powers of two on SM100; bfloat16 results."""
 
     name = "deep_gemm"
 
     def refusal(self, form: Format, device: torch.device) -> str | None:
-        """Why it can't multiply in this format there."""
+        """Return why this backend can't multiply in a format on a device; None if it can."""
         if importlib.util.find_spec(_MODULE) is None:
             return "deep_gemm is not installed (build it from its repository)"
         if form.block != BLOCK or form.weight_rows != BLOCK:
@@ -42,7 +42,7 @@ class DeepGEMM:
         return None
 
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
-        """``a b^T``."""
+        """Compute ``a b^T``."""
         check_operands(a, b)
         product = _function(_PLAIN)
         out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ class DeepGEMM:
     def multiply_grouped(
         self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
-        """Each group of rows, padded to a multiple of 128, times its matrix."""
+        """Multiply each group of rows, padded to a multiple of 128 rows, by its matrix."""
         places, group_of_row = grouped_rows(ends, multiple=BLOCK)
         rows = len(group_of_row)
         own, own_scales = _pair(a)
@@ -74,7 +74,7 @@ class DeepGEMM:
 
 
 def _pair(quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """Values and float32 scales; the sum's length is padded to a multiple of 128."""
+    """Return values, with columns padded to a multiple of 128, and scales in float32."""
     return padded(quantized.values, columns=BLOCK), quantized.scales.float().contiguous()
 
 
@@ -85,4 +85,6 @@ def _function(names: tuple[str, ...]) -> Any:
         if function is not None:
             check_signature(function, ["disable_ue8m0_cast"])
             return function
-    raise RuntimeError(f"this deep_gemm has none of {', '.join(names)}; use another backend")
+    raise RuntimeError(
+        f"the installed deep_gemm has none of {', '.join(names)}; use another backend"
+    )

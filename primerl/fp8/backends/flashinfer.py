@@ -1,4 +1,4 @@
-"""FlashInfer's group-wise product: Blackwell."""
+"""Backend for FlashInfer's group-wise product, on Blackwell."""
 
 import importlib.util
 
@@ -17,12 +17,12 @@ _PARAMETERS = ["a", "b", "a_scale", "b_scale", "scale_major_mode", "scale_granul
 
 
 class FlashInfer:
-    """``flashinfer.gemm.gemm_fp8_nt_groupwise``, of CUTLASS; results are in bfloat16."""
+    """Backend with ``flashinfer.gemm.gemm_fp8_nt_groupwise`` (CUTLASS); bfloat16 results."""
 
     name = "flashinfer"
 
     def refusal(self, form: Format, device: torch.device) -> str | None:
-        """Why it can't multiply in this format there."""
+        """Return why this backend can't multiply in a format on a device; None if it can."""
         if importlib.util.find_spec(_MODULE) is None:
             return "flashinfer is not installed (pip install flashinfer-python)"
         if form.block != BLOCK or form.weight_rows != BLOCK:
@@ -32,7 +32,7 @@ class FlashInfer:
         return None
 
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
-        """``a b^T``."""
+        """Compute ``a b^T``."""
         check_operands(a, b)
         product = require("flashinfer.gemm", extra=_MODULE).gemm_fp8_nt_groupwise
         check_signature(product, _PARAMETERS)
@@ -51,5 +51,5 @@ class FlashInfer:
     def multiply_grouped(
         self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
-        """One product for each group."""
+        """Compute one product per group of rows."""
         return by_group(self, a, b, ends, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What every backend does, and what it refuses."""
+"""Interface of FP8 backends, and checks of their operands."""
 
 import inspect
 import itertools
@@ -15,30 +15,30 @@ from primerl.fp8.format import Format, Quantized
 
 @runtime_checkable
 class Backend(Protocol):
-    """Multiplies operands whose rows are contiguous along the sum: ``a b^T``."""
+    """Backend that computes ``a b^T`` for operands with rows along the summed dimension."""
 
     name: str
 
     def refusal(self, form: Format, device: torch.device) -> str | None:
-        """Why it can't multiply in this format there; None if it can."""
+        """Return why this backend can't multiply in a format on a device; None if it can."""
         ...
 
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
-        """``a[m, k] b[n, k]^T``."""
+        """Compute ``a[m, k] b[n, k]^T``."""
         ...
 
     def multiply_grouped(
         self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
-        """Rows of ``a[m, k]`` up to ``ends[0]`` times ``b[0, n, k]^T``, and so on."""
+        """Multiply rows of ``a[m, k]`` up to ``ends[0]`` by ``b[0, n, k]^T``, and so on."""
         ...
 
 
 def check_operands(a: Quantized, b: Quantized) -> None:
-    """Refuse operands that can't be multiplied, or whose scales are of different types.
+    """Check that two operands can be multiplied.
 
     Raises:
-        ValueError: the types of their scales, their blocks or their sums' lengths differ.
+        ValueError: the operands differ in scale type, block size or length of the summed dimension.
     """
     if a.scale != b.scale:
         raise ValueError(
@@ -48,14 +48,15 @@ def check_operands(a: Quantized, b: Quantized) -> None:
     if a.block != b.block or a.values.shape[-1] != b.values.shape[-1]:
         raise ValueError(
             f"operands of shapes {tuple(a.values.shape)} and {tuple(b.values.shape)}, in blocks "
-            f"of {a.block} and {b.block}, have no sum in common"
+            f"of {a.block} and {b.block}, can't be multiplied: their last dimensions or blocks "
+            "differ"
         )
 
 
 def by_group(
     backend: Backend, a: Quantized, b: Quantized, ends: Tensor, *, dtype: torch.dtype
 ) -> Float[Tensor, "m n"]:
-    """``multiply_grouped`` by one product for each group that has rows."""
+    """Implement ``multiply_grouped`` with one product per nonempty group."""
     parts = [
         backend.multiply(_rows(a, begin, end), _matrix(b, index), dtype=dtype)
         for index, (begin, end) in enumerate(groups(ends, rows=a.values.shape[0]))
@@ -65,18 +66,18 @@ def by_group(
 
 
 def groups(ends: Int[Tensor, " e"], *, rows: int) -> list[tuple[int, int]]:
-    """The first row of each group, and the one after its last.
+    """Return the (begin, end) rows of each group.
 
-    In a tensor without values, all are equally large.
+    If ``ends`` has no values (a meta or fake tensor), all groups are assumed to be equally large.
 
     Raises:
-        ValueError: groups overlap, or leave rows over, which no matrix would multiply.
+        ValueError: groups overlap, or don't cover all rows.
     """
     found = group_ends(ends, rows)
     bounds = list(itertools.pairwise([0, *found]))
     if any(end < begin for begin, end in bounds) or bounds[-1][1] != rows:
         raise ValueError(
-            f"groups end at {found}; expected numbers that don't fall, the last of them "
+            f"groups end at {found}; expected nondecreasing numbers, of which the last is "
             f"{rows}, the number of rows"
         )
     return bounds
@@ -93,14 +94,14 @@ def _matrix(b: Quantized, index: int) -> Quantized:
 
 
 def check_signature(function: Callable[..., Any], parameters: list[str]) -> None:
-    """Refuse a function of a library that has other parameters than this code was written for.
+    """Check that a library's function has the parameters that this code passes.
 
     Raises:
-        RuntimeError: it lacks some; the message names them.
+        RuntimeError: parameters are missing; the message names them.
     """
     try:
         found = inspect.signature(function).parameters
-    except ValueError:  # a function of an extension that doesn't describe itself
+    except ValueError:  # an extension's function without a signature
         return
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values()):
         return

@@ -1,4 +1,4 @@
-"""How libraries want operands and scales to lie in memory."""
+"""Memory layouts of operands and scales, as libraries require them."""
 
 import torch
 import torch.nn.functional as F
@@ -7,33 +7,33 @@ from torch import Tensor
 
 
 def padded(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
-    """A matrix with zeros up to a multiple of ``rows`` and ``columns``; FP8 too."""
+    """Pad a matrix, which may be FP8, with zeros to multiples of ``rows`` and ``columns``."""
     more = (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
     if not any(more):
         return x.contiguous()
-    if x.dtype.itemsize == 1:  # torch pads no FP8: pad its bytes, of which zero is zero
+    if x.dtype.itemsize == 1:  # torch can't pad FP8, so pad its bytes: a zero byte is zero
         return F.pad(x.contiguous().view(torch.uint8), more).view(x.dtype)
     return F.pad(x, more)
 
 
 def outer_major(scales: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
-    """Scales of 1 x 128 as cuBLAS wants them: stride 1 along the rows, ``(1, m)``."""
+    """Lay out scales of 1 x 128 blocks as cuBLAS requires: strides ``(1, m)``."""
     return scales.t().contiguous().t()
 
 
 def k_major(scales: Float[Tensor, "n k"]) -> Float[Tensor, "k4 n"]:
-    """Scales of 128 x 128 as cuBLAS wants them: ``[k, n]`` with strides ``(1, k4)``.
+    """Lay out scales of 128 x 128 blocks as cuBLAS requires: ``[k, n]`` with strides ``(1, k4)``.
 
-    k4 is k rounded up to a multiple of 4, so that columns begin at multiples of 16 bytes.
+    k4 is k rounded up to a multiple of 4, so that columns start at multiples of 16 bytes.
     """
     return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
 
 
 def grouped_rows(ends: Int[Tensor, " e"], *, multiple: int) -> tuple[Tensor, Tensor]:
-    """Where rows go when each group is padded to a multiple of rows: ``(places, group_of_row)``.
+    """Compute row indices for padding each group to a multiple of ``multiple`` rows.
 
-    ``places[i]`` is the new row of row i; ``group_of_row`` gives each new row's group, and -1 for
-    padding, as DeepGEMM's contiguous layout wants it.
+    Returns ``(places, group_of_row)``. ``places[i]`` is the new index of row i. ``group_of_row`` is
+    the group of each new row, or -1 for padding, as DeepGEMM's contiguous layout requires.
     """
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     room = (counts + multiple - 1) // multiple * multiple

@@ -1,4 +1,4 @@
-"""The reference: dequantize and multiply in float32. It is the specification, on any device."""
+"""Reference backend for any device: dequantize, then multiply in float32."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,16 +10,16 @@ from primerl.fp8.quantization import values_of
 
 
 class Reference:
-    """Products in float32 of the values that FP8 stands for."""
+    """Reference backend, which specifies results: dequantize and multiply in float32."""
 
     name = "reference"
 
     def refusal(self, form: Format, device: torch.device) -> str | None:  # noqa: ARG002
-        """None: it multiplies in every format, everywhere."""
+        """Return None: the reference supports every format on every device."""
         return None
 
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
-        """``a b^T``, summed in float32, then rounded to ``dtype``."""
+        """Compute ``a b^T`` in float32, and round it to ``dtype``."""
         check_operands(a, b)
         with torch.autocast(a.values.device.type, enabled=False):
             return (values_of(a) @ values_of(b).T).to(dtype)
@@ -27,7 +27,7 @@ class Reference:
     def multiply_grouped(
         self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
-        """Each group of rows times its matrix."""
+        """Multiply each group of rows by its matrix in float32, and round to ``dtype``."""
         check_operands(a, b)
         rows, matrices = values_of(a), values_of(b)
         product = rows.new_empty(rows.shape[0], matrices.shape[-2])

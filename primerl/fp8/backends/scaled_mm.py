@@ -1,4 +1,4 @@
-"""torch's own block-wise product, ``torch.nn.functional.scaled_mm``: cuBLAS, on SM90."""
+"""Backend for torch's block-wise product (``torch.nn.functional.scaled_mm``, cuBLAS), on SM90."""
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +10,16 @@ from primerl.fp8.backends.layouts import k_major, outer_major, padded
 from primerl.fp8.format import Format, Quantized
 
 BLOCK = 128
-_ROWS = 16  # of an operand: bytes of a row of the product, and scales by fours
+_ROWS = 16  # row multiple of operands: cuBLAS needs 16-byte product rows, and scales in fours
 
 
 class ScaledMM:
-    """cuBLAS through torch. It needs an H100 or H200 (SM90) and CUDA 12.9."""
+    """Backend with cuBLAS through torch; it needs an H100 or H200 (SM90) and CUDA 12.9."""
 
     name = "torch"
 
     def refusal(self, form: Format, device: torch.device) -> str | None:
-        """Why it can't multiply in this format there."""
+        """Return why this backend can't multiply in a format on a device; None if it can."""
         if (form.scale, form.block) != ("float32", BLOCK):
             return f"it takes float32 scales of {BLOCK} entries, not {form.scale} of {form.block}"
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
@@ -27,7 +27,7 @@ class ScaledMM:
         return None
 
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
-        """``a b^T``, with operands padded to multiples of 16 rows and 128 columns."""
+        """Compute ``a b^T``, with operands padded to multiples of 16 rows and 128 columns."""
         check_operands(a, b)
         m, n = a.values.shape[0], b.values.shape[0]
         left, left_scales, left_recipe = operand(a)
@@ -46,12 +46,12 @@ class ScaledMM:
     def multiply_grouped(
         self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
-        """One product for each group: torch's grouped product takes no blocks on SM90."""
+        """Compute one product per group: torch's grouped product has no block scales on SM90."""
         return by_group(self, a, b, ends, dtype=dtype)
 
 
 def operand(quantized: Quantized) -> tuple[Tensor, Tensor, F.ScalingType]:
-    """An operand as ``scaled_mm`` takes it: values, scales, and what the scales are."""
+    """Return an operand's values, scales and scaling type, as ``scaled_mm`` takes them."""
     values = padded(quantized.values, rows=_ROWS, columns=BLOCK)
     scales = quantized.scales
     if quantized.rows == 1:

@@ -1,1 +1,1 @@
-"""Context parallelism: the rows of long documents divided among ranks."""
+"""Context parallelism: each rank holds some of the rows of long documents."""

@@ -1,4 +1,4 @@
-"""Context-parallel attention functions: entries of transformers' ``AttentionInterface``."""
+"""Context-parallel attention functions, for transformers' ``AttentionInterface``."""
 
 import math
 from typing import Any
@@ -18,34 +18,34 @@ from primerl.parallel.expert_parallel.dispatch import exchange
 
 
 @attrs.frozen(eq=False)
-class Exchange:
-    """The queries that ranks exchange to balance their work."""
+class QueryExchange:
+    """The exchange of queries between ranks that balances their attention work."""
 
     order: Tensor
-    """This rank's rows, sorted by the rank that computes their attention."""
+    """Permutation that sorts this rank's rows by the rank that computes their attention."""
     inverse: Tensor
-    """The inverse permutation."""
+    """The inverse permutation of ``order``."""
     sent: list[int]
-    """Numbers of rows to each rank, this one included."""
+    """Number of rows sent to each rank, including this rank itself."""
     received: list[int]
-    """Numbers of rows from each rank, this one included."""
+    """Number of rows received from each rank, including this rank itself."""
 
 
-# Not a tuple, so that FSDP and others that pass it on treat it as one value.
+# Not a tuple, so that FSDP and other wrappers pass it on as a single value.
 @attrs.frozen(eq=False)
 class SharedRows:
-    """The documents of a forward pass on several ranks: the model's argument ``documents``."""
+    """Documents of a forward pass on several ranks: the model's argument ``documents``."""
 
     documents: tuple[Document, ...]
-    """Of all ranks that share documents."""
+    """The documents on all ranks of ``group``."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens in the longest document."""
     group: dist.ProcessGroup
     """The ranks that share documents."""
     layout: Layout
-    """Of the queries whose attention this rank computes."""
-    exchange: Exchange | None = None
-    """None: each rank computes the attention of its own rows."""
+    """Layout of the queries whose attention this rank computes."""
+    exchange: QueryExchange | None = None
+    """The exchange of queries; None if each rank computes the attention of its own rows."""
 
 
 def _ulysses(
@@ -59,15 +59,15 @@ def _ulysses(
     documents: SharedRows | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Each rank gets all rows of its share of the heads."""
+    """Ulysses attention: each rank computes its share of the heads over all rows."""
     rows = _checked_rows(module, query, key, attention_mask, documents, asked)
     ranks, length = dist.get_world_size(rows.group), query.shape[2]
     if query.shape[1] % ranks:
         raise ValueError(
-            f"{type(module).__name__} has {query.shape[1]} query heads, which {ranks} ranks cannot "
-            'have in equal numbers; use context="gathered"'
+            f"{type(module).__name__} has {query.shape[1]} query heads, which cannot be divided "
+            f'equally among {ranks} ranks; use context="gathered"'
         )
-    # The fewest copies of key heads that give each rank those of its query heads.
+    # The fewest copies of key heads such that each rank gets the key heads of its query heads.
     copies = ranks // math.gcd(ranks, key.shape[1])
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
@@ -82,13 +82,13 @@ def _ulysses(
 
 
 def _by_rank(x: Tensor, ranks: int) -> Tensor:
-    """``[1, heads, t, d]`` as ``[rank, t, heads of the rank, d]``."""
+    """Reshape ``[1, heads, t, d]`` to ``[rank, t, heads of the rank, d]``."""
     _, heads, length, width = x.shape
     return x.reshape(ranks, heads // ranks, length, width).transpose(1, 2)
 
 
 def _split(fused: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """The tensors that ``fused`` has side by side in each row."""
+    """Split the columns of ``fused`` into tensors whose rows have the given shapes."""
     parts = torch.split(fused, [shape.numel() for shape in shapes], dim=1)
     return [part.reshape(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -104,7 +104,10 @@ def _gathered(
     documents: SharedRows | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Each rank gets all keys and values, and queries of ranks with more than the mean work."""
+    """Attention with gathered keys: each rank has all keys and values, and some of the queries.
+
+    Ranks with more than the mean work send some of their queries to other ranks.
+    """
     rows = _checked_rows(module, query, key, attention_mask, documents, asked)
     q, moved = query[0].transpose(0, 1), rows.exchange
     k, v = gather_rows(key, value, rows.group)
@@ -120,7 +123,10 @@ ATTENTION = {"ulysses": _ulysses, "gathered": _gathered}
 
 
 def gather_rows(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Keys and values ``[rows of all ranks, heads, d]``; gradients are reduce-scattered."""
+    """All-gather keys and values as ``[rows of all ranks, heads, d]``.
+
+    The backward pass reduce-scatters their gradients.
+    """
     own = [x[0].transpose(0, 1) for x in (key, value)]
     fused = torch.cat([x.flatten(1) for x in own], dim=1)
     every: Tensor = _AllGather.apply(fused, group)  # type: ignore[no-untyped-call]
@@ -128,9 +134,9 @@ def gather_rows(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> list[Te
 
 
 def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make a model's sparse attention context parallel, over the ranks of a group.
+    """Make a model's sparse attention context parallel over the ranks of a group.
 
-    Each rank chooses keys for its own rows, among those of the indexers of all ranks.
+    Each rank's indexer chooses keys for the rank's own rows, from the keys of all ranks.
     """
 
     def gather(rows: Tensor) -> tuple[Tensor, int]:
@@ -151,7 +157,7 @@ def _sparse(
     documents: SharedRows | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Each rank gets all keys and values, and attends to the keys chosen for its own rows."""
+    """Sparse attention: each rank gathers all keys and values, and attends for its own rows."""
     rows = _checked_rows(module, query, key, None, documents, asked)
     q = query[0].transpose(0, 1)
     k, v = gather_rows(key, value, rows.group)
@@ -168,25 +174,25 @@ def _checked_rows(
     rows: SharedRows | None,
     asked: dict[str, Any],
 ) -> SharedRows:
-    """``rows``, after checks that this attention computes what the model asks for."""
+    """Return ``rows``, after checking that this attention supports what the model requests."""
     if rows is None:
         raise ValueError(f"{not_passed_on(module)}, or was called without its model")
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         raise ValueError(
-            "this model was divided by parallel.shard with cp > 1, which computes neither padding "
-            "nor a cache of keys; call it with packed documents and use_cache=False"
+            "this model was sharded with cp > 1, which supports neither padding nor a key-value "
+            "cache; call it with packed documents and use_cache=False"
         )
     if asked.get("dropout"):
         raise ValueError(
-            f"{type(module).__name__} drops attention weights (dropout={asked['dropout']}), which "
-            "is not computed over several ranks; set the model's attention_dropout to 0"
+            f"{type(module).__name__} uses attention dropout (dropout={asked['dropout']}), which "
+            "context parallelism does not support; set the model's attention_dropout to 0"
         )
     refuse_other_attention(module, rows.longest, asked)
     return rows
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gather of rows; backward, gradients are reduce-scattered."""
+    """All-gather of rows; the backward pass reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

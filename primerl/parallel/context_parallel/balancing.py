@@ -1,4 +1,4 @@
-"""Load balancing of context-parallel attention: which rank computes attention for which rows.
+"""Load balancing of context-parallel attention: assignment of rows to ranks.
 
 The query at position p of a document sees p + 1 keys, so ranks with equal numbers of rows have
 unequal work.
@@ -8,19 +8,20 @@ import numpy as np
 from jaxtyping import Int
 
 TOLERANCE = 0.01
-"""A rank keeps its rows if its work exceeds the mean by at most this share."""
+"""A rank keeps all its rows if its work exceeds the mean by at most this fraction."""
 
 
 def divide_attention(position_ids: Int[np.ndarray, " t"], parts: int) -> Int[np.ndarray, " t"]:
-    """The part, 0 to ``parts - 1``, that computes attention for each row of a pack.
+    """Return, for each row of a pack, the part (0 to ``parts - 1``) that computes its attention.
 
-    Part j has the j-th equal share of the rows. A part with more than the mean work gives away its
-    most expensive rows, as few as leave it with the mean: the last rows of its longest documents,
-    so few ranges travel. They go, in order, to the parts with less than the mean, as much work as
-    each one lacks. ``parts`` divides the number of rows.
+    Part j holds the j-th of ``parts`` equal blocks of rows; ``parts`` must divide their number. A
+    part with more than the mean work gives away its surplus, starting with its most expensive rows.
+    These are the last rows of its longest documents, so only a few contiguous ranges move. They
+    are assigned in order to the parts with less than the mean work, in proportion to what each
+    lacks.
     """
     if len(position_ids) % parts:
-        raise ValueError(f"{len(position_ids)} rows cannot be divided equally by {parts}")
+        raise ValueError(f"{len(position_ids)} rows cannot be divided equally by parts={parts}")
     cost = position_ids.astype(np.int64) + 1
     by_part = cost.reshape(parts, -1)
     surplus = by_part.sum(1) - cost.sum() / parts
@@ -29,7 +30,7 @@ def divide_attention(position_ids: Int[np.ndarray, " t"], parts: int) -> Int[np.
     for part in np.flatnonzero(surplus > TOLERANCE * cost.sum() / parts):
         most_expensive = np.argsort(-by_part[part], kind="stable")
         taken = np.cumsum(by_part[part][most_expensive])
-        # The number of rows whose work is nearest to the surplus: perhaps none, never all.
+        # Give the number of rows with total work nearest to the surplus: possibly none, never all.
         number = np.abs(np.append(0, taken[:-1]) - surplus[part]).argmin()
         given[part, most_expensive[:number]] = True
     rows = np.flatnonzero(given)

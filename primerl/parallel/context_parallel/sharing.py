@@ -1,9 +1,10 @@
-"""Context parallelism: documents divided among ranks, for unmodified Hugging Face models.
+"""Context parallelism for unmodified Hugging Face models.
 
-Each rank has an equal, contiguous part of a pack's rows and computes everything but attention on
-them alone. For attention, either ranks exchange rows for heads (``"ulysses"``: each computes some
-heads over all rows) or keys and values are all-gathered (``"gathered"``: each computes some of the
-queries, with about as many pairs of query and key as the others).
+Each rank holds an equal, contiguous part of a pack's rows, and computes everything but attention
+from those rows alone. Attention has two methods. With ``"ulysses"``, ranks exchange rows for heads,
+and each computes some heads over all rows. With ``"gathered"``, keys and values are all-gathered,
+and each rank computes some of the queries, chosen so that all ranks have about equally many
+query-key pairs.
 """
 
 import functools
@@ -26,7 +27,7 @@ from primerl.attention.packed import no_mask, switch_attention
 from primerl.parallel.collectives import gather_rows_of_all
 from primerl.parallel.context_parallel.attention import (
     ATTENTION,
-    Exchange,
+    QueryExchange,
     SharedRows,
     share_sparse_context,
 )
@@ -35,19 +36,19 @@ from primerl.parallel.device_mesh import Mesh
 
 
 def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
-    """Make a model's attention context parallel, over the ranks that share documents.
+    """Make a model's attention context parallel over the ranks that share documents.
 
-    Before each forward pass the ranks gather their ``position_ids``, by which documents are found.
-    Documents may begin and end on any rank, and share tokens (``packing.pack``). The methods are
-    those of ``shard``. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3, arXiv:2407.21783,
-    section 3.3.2 (gathered keys and values).
+    Before each forward pass, the ranks all-gather ``position_ids`` to find the documents. Documents
+    may begin and end on any rank, and share tokens (``packing.pack``). For ``method``, see the
+    argument ``context`` of ``shard``. Sources: DeepSpeed-Ulysses, arXiv:2309.14509; Llama 3,
+    arXiv:2407.21783, section 3.3.2 (gathered keys and values).
     """
     config: Any = model.config
     require_positions(model)
     if is_sparse(model):
         if method not in (None, "gathered"):
             raise ValueError(
-                f"{config.model_type} has sparse attention, for which keys are gathered; expected "
+                f"{config.model_type} has sparse attention, which needs gathered keys; expected "
                 f'context="gathered" or None, not {method!r}'
             )
         assert mesh.context_group is not None
@@ -62,15 +63,15 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
         raise ValueError(f"context is {method!r}; expected one of {list(ATTENTION)}, or None")
     if method == "ulysses" and not divisible:
         raise ValueError(
-            f"{config.model_type} has {heads} query heads, which cp={mesh.cp} ranks cannot have in "
-            'equal numbers; use context="gathered"'
+            f"{config.model_type} has {heads} query heads, which cannot be divided equally among "
+            f'cp={mesh.cp} ranks; use context="gathered"'
         )
     name = f"{CONTEXT_ATTENTION}_{method}"
     switch_attention(model, name, ATTENTION[method], no_mask)
     if config.get_text_config()._attn_implementation != name:
         raise ValueError(
-            f"{config.model_type} has an attention of its own, which would not see the rows of "
-            "other ranks; use a mesh with cp=1"
+            f"{config.model_type} has its own attention implementation, which would not see the "
+            "rows of other ranks; use a mesh with cp=1"
         )
     _register_document_search(model, mesh, balanced=method == "gathered")
 
@@ -83,7 +84,7 @@ def _register_document_search(model: nn.Module, mesh: Mesh, *, balanced: bool) -
 
 
 def _require_only_attention(model: nn.Module) -> None:
-    """Refuse a model in which more than attention passes information from row to row."""
+    """Refuse a model in which anything besides attention passes information between rows."""
     config: Any = model.config
     text = config.get_text_config()
     reason = None
@@ -91,13 +92,13 @@ def _require_only_attention(model: nn.Module) -> None:
     if getattr(text, "index_topk", None) is not None:
         reason = "sparse attention, whose indexer scores the keys of all rows"
     elif kinds:
-        reason = f"{', '.join(kinds)} layers, which this rank would compute from its own rows only"
+        reason = f"{', '.join(kinds)} layers, which each rank would compute from its own rows only"
     elif any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        reason = "convolutions over rows, which would not see those of other ranks"
+        reason = "convolutions over rows, which would not see the rows of other ranks"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "an encoder, whose attention looks ahead"
     elif unsupported_rope_lengths(config) < float("inf"):
-        reason = "rotary embeddings that depend on the longest position, which ranks differ in"
+        reason = "rotary embeddings that depend on the longest position, which differs by rank"
     if reason:
         raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")
 
@@ -110,7 +111,7 @@ def _find_documents(
     group: dist.ProcessGroup,
     balanced: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook: finds the documents of all ranks and passes them to the attention."""
+    """Find the documents of all ranks and pass them to the model (a forward pre-hook)."""
     positions = _gather_positions(model, kwargs, group)
     documents = find_documents(positions)
     longest = max(document.length for document in documents)
@@ -128,13 +129,16 @@ def _find_documents(
         order = torch.argsort(mine, stable=True)
         sent = torch.bincount(mine, minlength=ranks).tolist()
         received = (workers.reshape(ranks, rows) == rank).sum(1).tolist()
-        exchanged = Exchange(order.to(device), order.argsort().to(device), sent, received)
+        exchanged = QueryExchange(order.to(device), order.argsort().to(device), sent, received)
     shared = SharedRows(documents, longest, group, lay_out(spans, device), exchanged)
     return args, {**kwargs, "documents": shared}
 
 
 def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.ProcessGroup) -> Tensor:
-    """The positions of all ranks' rows, on the CPU; all ranks raise if one has none or others."""
+    """All-gather the positions of all ranks' rows to the CPU.
+
+    If the positions of any rank are missing or don't fit its tokens, all ranks raise an error.
+    """
     position_ids = kwargs.get("position_ids")
     tokens = [x for x in map(kwargs.get, ("input_ids", "inputs_embeds")) if x is not None]
     shapes = {None if x is None else tuple(x.shape[:2]) for x in (position_ids, *tokens)}
@@ -147,19 +151,19 @@ def _gather_positions(model: nn.Module, kwargs: dict[str, Any], group: dist.Proc
     if min(counts) == 0:
         raise ValueError(
             f"ranks that share documents passed position_ids of {counts} rows; expected tokens and "
-            f"position_ids [1, t] on each, because the model was sharded with cp={len(counts)}"
+            f"position_ids of shape [1, t] on each, as the model was sharded with cp={len(counts)}"
         )
     if len(set(counts)) > 1:
         raise ValueError(
-            f"ranks that share documents have {counts} rows; expected equally many: divide each "
-            "batch by parallel.scatter with the mesh, or by PackedBatch.split"
+            f"ranks that share documents have {counts} rows; expected equal numbers: divide each "
+            "batch with parallel.scatter(..., mesh) or PackedBatch.split"
         )
     assert isinstance(position_ids, Tensor)
     return gather_rows_of_all(position_ids[0].to(rows), group).cpu()
 
 
 def row_spans(rows: np.ndarray, documents: tuple[Document, ...]) -> tuple[Span, ...]:
-    """The parts of documents in ascending ``rows``: a span for each range within a document."""
+    """Split ascending ``rows`` into spans, one per contiguous range within a document."""
     begins = np.array([document.begin for document in documents])
     number = np.searchsorted(begins, rows, side="right") - 1
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(number) != 0)) + 1

@@ -1,1 +1,1 @@
-"""Expert parallelism: the experts of each layer divided among ranks."""
+"""Expert parallelism: each rank holds some of the experts of each layer."""

@@ -1,4 +1,4 @@
-"""Token dispatch to experts by the DeepEP library, over NVLink and RDMA."""
+"""Token dispatch to experts with the DeepEP library, over NVLink and RDMA."""
 
 import importlib
 import inspect
@@ -12,10 +12,10 @@ from torch import Tensor
 from primerl.parallel.expert_parallel.dispatch import Compute
 
 INSTALL = (
-    "build it from https://github.com/deepseek-ai/DeepEP (see docs/parallel.md); the packages of "
+    "build it from https://github.com/deepseek-ai/DeepEP (see docs/parallel.md); packages with "
     "similar names on PyPI are placeholders"
 )
-# The methods of deep_ep.Buffer that are called, with their arguments.
+# The methods of deep_ep.Buffer that this module calls, with the arguments that it passes.
 SIGNATURES = {
     "get_dispatch_layout": ["topk_idx", "num_experts"],
     "dispatch": [
@@ -27,26 +27,26 @@ SIGNATURES = {
 
 
 class DeepEP:
-    """A ``Dispatch`` by DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), for GPUs.
+    """``Dispatch`` with DeepEP's kernels (https://github.com/deepseek-ai/DeepEP), for GPUs.
 
         parallel.shard(model, mesh, dispatch=parallel.DeepEP)
 
-    A token is sent once to each rank that has any of its experts, whose outputs are added there, by
-    weight, before they are sent back: fewer bytes than ``AllToAll`` sends.
+    A token is sent once to each rank that holds any of its experts. That rank computes the weighted
+    sum of their outputs and sends back only the sum, so fewer bytes are sent than by ``AllToAll``.
 
     Args:
-        experts: number of experts on all ranks.
-        group: the NCCL group of the ranks that hold them.
+        experts: total number of experts on all ranks.
+        group: the NCCL group of the ranks that hold the experts.
 
     Raises:
-        ImportError: it is not installed.
-        ValueError: there is no group, or the installed version has another interface.
+        ImportError: DeepEP is not installed.
+        ValueError: ``group`` is None, or the installed version has a different interface.
     """
 
     def __init__(self, experts: int, group: dist.ProcessGroup | None) -> None:
         self._library: Any = _library()
         if group is None:
-            raise ValueError("DeepEP sends tokens between ranks; use a mesh with ep above 1")
+            raise ValueError("DeepEP needs several ranks per expert group; use a mesh with ep > 1")
         self.experts = experts
         self.group = group
         self._buffer: Any = None
@@ -64,7 +64,7 @@ class DeepEP:
             hidden, weights.float(), indices, self.experts, buffer
         )
         choices = local.reshape(-1)
-        # Choices of other ranks' experts, -1, go last; the host knows already how many are ours.
+        # Choices of other ranks' experts (-1) sort last. Slice by counts, which are on the host.
         ours = torch.argsort(choices.where(choices >= 0, self.experts), stable=True)
         ours = ours[: sum(counts)]
         rows = ours // local.shape[1]
@@ -76,7 +76,7 @@ class DeepEP:
         return combined
 
     def _buffer_for(self, hidden: Tensor) -> Any:
-        """The buffer, made at the first call, when the size of a token is known."""
+        """Return the buffer; it is created at the first call, when the token size is known."""
         if self._buffer is None:
             token = hidden.shape[1] * max(hidden.element_size(), 2)
             ranks = dist.get_world_size(self.group)
@@ -100,14 +100,14 @@ def _library() -> Any:
         missing = [name for name in needed if name not in has]
         if function is None or missing:
             raise ValueError(
-                f"the installed deep_ep has no Buffer.{method} with {', '.join(missing)}: another "
-                f"version, or a placeholder; {INSTALL}"
+                f"the installed deep_ep has no Buffer.{method} with {', '.join(missing)}: it is an "
+                f"unsupported version, or a placeholder; {INSTALL}"
             )
     return library
 
 
 class _Dispatch(torch.autograd.Function):
-    """Dispatch of tokens; backward, a combine of their gradients."""
+    """Dispatch of tokens; the backward pass combines their gradients."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Combine of outputs; backward, a dispatch of their gradients."""
+    """Combination of outputs; the backward pass dispatches their gradients."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, handle: Any, buffer: Any) -> Tensor:

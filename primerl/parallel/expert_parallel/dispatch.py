@@ -1,4 +1,4 @@
-"""Token dispatch: tokens to the ranks of their experts, and the experts' outputs back."""
+"""Token dispatch: send tokens to the ranks of their experts, and combine the experts' outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,27 +13,28 @@ from primerl._common.forward_passes import has_values
 from primerl.parallel.collectives import all_to_all
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""``(tokens[n, h], counts[e]) -> [n, h]``: this rank's experts, on tokens sorted by expert."""
+"""``(tokens[n, h], counts[e]) -> [n, h]``: applies this rank's experts to tokens sorted by
+expert."""
 
 Dispatch = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
-"""``(hidden[t, h], indices[t, k], weights[t, k], compute) -> [t, h]``: the weighted sum of each
-token's k experts, wherever they are."""
+"""``(hidden[t, h], indices[t, k], weights[t, k], compute) -> [t, h]``: computes the weighted sum of
+each token's k experts, on whichever ranks they are."""
 
 
 @attrs.frozen(eq=False)
 class AllToAll:
-    """A ``Dispatch`` by collectives of ``torch.distributed``, on any device and backend.
+    """``Dispatch`` with ``torch.distributed`` collectives, on any device and backend.
 
         y_t = sum_k  weights[t, k] * expert_{indices[t, k]}(hidden_t)
 
-    A token is sent once for each of its k experts. Ranks may send any number of tokens to another,
-    also none. The host waits for the device once, for the counts.
+    A token is sent once for each of its k experts. A rank may send any number of tokens to another,
+    including none. The host waits for the device once, to read the counts.
     """
 
     experts: int
-    """Number of experts on all ranks; rank r of the group has the r-th equal part of them."""
+    """Total number of experts; rank r of the group holds the r-th of equal contiguous parts."""
     group: dist.ProcessGroup | None = None
-    """The ranks that hold them; None: this rank has all."""
+    """The ranks that hold the experts; None if this rank holds all of them."""
 
     def __call__(
         self,
@@ -48,20 +49,21 @@ class AllToAll:
 
 
 class Dispatched(NamedTuple):
-    """Tokens on the rank of their experts, and what ``combine`` needs to return their outputs."""
+    """Tokens received by this rank's experts, and what ``combine`` needs to return outputs."""
 
     tokens: Float[Tensor, "n h"]
-    """Sorted by expert."""
+    """Received tokens, sorted by expert."""
     counts: Int[Tensor, " experts"]
-    """Tokens of each expert of this rank."""
+    """Number of tokens for each expert of this rank."""
     order: Tensor
-    """The choices ``[t * k]`` sorted by expert: indices into their original order."""
+    """Permutation that sorts the choices ``[t * k]`` by expert."""
     arrival: Tensor | None
-    """Received tokens (by rank, then by expert) sorted by expert: indices into their order."""
+    """Permutation that sorts received tokens, which arrive by rank and then by expert, by expert;
+    None without a group."""
     sent: list[int]
-    """Tokens to each rank of the group."""
+    """Number of tokens sent to each rank of the group."""
     received: list[int]
-    """Tokens from each rank of the group."""
+    """Number of tokens received from each rank of the group."""
 
 
 def dispatch(
@@ -82,10 +84,10 @@ def dispatch(
     equal = [counts.numel() // ranks] * ranks
     theirs = all_to_all(counts, equal, equal, group)
     by_rank = torch.stack([counts.view(ranks, -1).sum(1), theirs.view(ranks, -1).sum(1)])
-    if not has_values(by_rank):  # then, each rank is chosen equally often
+    if not has_values(by_rank):  # assume that each rank is chosen equally often
         sent = received = [len(part) for part in order.tensor_split(ranks)]
     else:
-        sent, received = by_rank.tolist()  # the host waits here, once
+        sent, received = by_rank.tolist()  # the only place where the host waits for the device
     arrived = exchange(tokens, sent, received, group)
     theirs = theirs.view(ranks, -1)
     local = torch.arange(theirs.shape[1], device=theirs.device).repeat(ranks)
@@ -95,7 +97,7 @@ def dispatch(
 
 
 def count_choices(chosen: Int[Tensor, " n"], experts: int) -> Int[Tensor, " experts"]:
-    """How often each expert was chosen; unlike ``torch.bincount``, without waiting for a GPU."""
+    """Count how often each expert was chosen, without waiting for the GPU as ``bincount`` does."""
     counts = chosen.new_zeros(experts, dtype=torch.int64)
     return counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int64))
 
@@ -107,7 +109,7 @@ def combine(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Float[Tensor, "t h"]:
-    """Return the experts' outputs to their tokens and sum each token's k, by weight."""
+    """Send the experts' outputs back to their tokens, and return each token's weighted sum of k."""
     if dispatched.arrival is not None and group is not None:
         outputs = torch.zeros_like(outputs).index_copy(0, dispatched.arrival, outputs)
         outputs = exchange(outputs, dispatched.received, dispatched.sent, group)
@@ -117,12 +119,12 @@ def combine(
 
 
 def exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Differentiable all-to-all: ``sent[r]`` rows to rank r, ``received[r]`` from it."""
-    exchanged: Tensor = _Exchange.apply(x, sent, received, group)  # type: ignore[no-untyped-call]
+    """Send ``sent[r]`` rows to rank r and receive ``received[r]`` (differentiable all-to-all)."""
+    exchanged: Tensor = _TokenExchange.apply(x, sent, received, group)  # type: ignore[no-untyped-call]
     return exchanged
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup

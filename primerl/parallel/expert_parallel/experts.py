@@ -1,7 +1,8 @@
-"""Expert parallelism: experts divided among ranks, for unmodified Hugging Face models.
+"""Expert parallelism for unmodified Hugging Face models.
 
-``transformers`` calls each layer's experts through a registry of functions. The one registered here
-sends tokens to the ranks of their experts (``dispatch``), computes, and sends the results back.
+``transformers`` calls each layer's experts through a registry of functions. The function registered
+here sends tokens to the ranks of their experts (``dispatch``), computes the experts, and sends
+their outputs back.
 """
 
 import functools
@@ -27,23 +28,23 @@ from primerl.parallel.expert_parallel.dispatch import AllToAll, Dispatch, count_
 IMPLEMENTATION = "primerl_experts"
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(x[n, i], weights[e, i, o], ends[e]) -> [n, o]``: rows up to ``ends[0]`` times the first
-matrix, from there to ``ends[1]`` times the second, and so on."""
+"""``(x[n, i], weights[e, i, o], ends[e]) -> [n, o]``: multiplies rows up to ``ends[0]`` by the
+first matrix, from there to ``ends[1]`` by the second, and so on."""
 
 
 @attrs.define(eq=False)
 class _Placement:
-    """How the experts of one layer are computed."""
+    """Settings and choice counts of one layer's experts."""
 
     experts: int
-    """Number of experts on all ranks."""
+    """Total number of experts on all ranks."""
     dispatch: Dispatch
     matmul: GroupedMatmul
     chosen: PassTotal = attrs.Factory(PassTotal)
-    """How often each expert was chosen on this rank, since this was last taken."""
+    """How often each expert was chosen on this rank since the counts were last taken."""
 
 
-# Keyed by module, because no attributes are set on another library's objects.
+# Keyed by module, to avoid setting attributes on another library's objects.
 _PLACEMENTS: WeakKeyDictionary[nn.Module, _Placement] = WeakKeyDictionary()
 
 
@@ -54,26 +55,28 @@ def divide_experts(
     dispatch: Callable[[int, dist.ProcessGroup | None], Dispatch] = AllToAll,
     matmul: GroupedMatmul | None = None,
 ) -> None:
-    """Divide every layer's experts among ranks, and send tokens to the ranks of theirs.
+    """Divide every layer's experts among ranks, and dispatch tokens to the ranks of their experts.
 
     Args:
-        model: one that calls its experts through ``transformers``' registry of experts functions.
-        mesh: of one dimension: the ranks among which experts are divided, in order. None: this rank
-            has all experts, and only their computation is replaced.
-        dispatch: makes the dispatch of tokens from the number of experts and the group:
+        model: a model that calls its experts through ``transformers``' registry of experts
+            functions.
+        mesh: a one-dimensional mesh of the ranks among which experts are divided, in order. None:
+            this rank holds all experts, and only their computation is replaced.
+        dispatch: creates the token dispatch from the number of experts and the group:
             ``AllToAll`` or ``DeepEP``.
         matmul: multiplies rows sorted by expert with each expert's matrix;
             ``torch.nn.functional.grouped_mm`` by default.
 
     Raises:
-        ValueError: the model has no such experts, or their number is no multiple of the ranks.
+        ValueError: the model has no such experts, or the number of ranks does not divide their
+            number.
     """
     modules = expert_modules(model)
     config: Any = getattr(model, "config", None)
     if not modules:
         raise ValueError(
-            f"{type(model).__name__} has no experts that can be divided: none that transformers "
-            "calls through its registry of experts functions; use a mesh with ep=1"
+            f"{type(model).__name__} has no experts that can be divided: transformers calls none "
+            "through its registry of experts functions; use a mesh with ep=1"
         )
     ranks = 1 if mesh is None else mesh.size()
     group = mesh.get_group() if mesh is not None and ranks > 1 else None
@@ -94,7 +97,10 @@ def divide_experts(
     registry.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
     model.set_experts_implementation(IMPLEMENTATION)  # type: ignore[operator]
     if config is None or config.get_text_config()._experts_implementation != IMPLEMENTATION:
-        raise ValueError(f"{type(model).__name__} does not let its experts function be chosen")
+        raise ValueError(
+            f"{type(model).__name__} does not support choosing its experts function; use a mesh "
+            "with ep=1, and no matmul"
+        )
 
 
 def _keep_own_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:  # noqa: ARG001
@@ -112,12 +118,12 @@ def _experts_forward(
     indices: Int[Tensor, "t k"],
     weights: Float[Tensor, "t k"],
 ) -> Float[Tensor, "t h"]:
-    """An entry of ``ALL_EXPERTS_FUNCTIONS``."""
+    """Compute a layer's experts on all their ranks (an entry of ``ALL_EXPERTS_FUNCTIONS``)."""
     placement = _PLACEMENTS.get(module)
     if placement is None:
         raise ValueError(
-            f"this {type(module).__name__} was not prepared, or is a copy of one that was: call "
-            "parallel.shard with the mesh, or give an engine that copies the model "
+            f"this {type(module).__name__} was not prepared, or is a copy of a prepared module: "
+            "call parallel.shard with the mesh, or pass an engine that copies the model "
             "prepare=lambda copied: parallel.divide_experts(copied, matmul=...)"
         )
     placement.chosen.add(count_choices(indices.detach().reshape(-1), placement.experts))
@@ -126,7 +132,7 @@ def _experts_forward(
 
 
 def _compute(module: Any, matmul: GroupedMatmul, x: Tensor, counts: Tensor) -> Tensor:
-    """Each expert of this rank on its rows of ``x``."""
+    """Apply each expert of this rank to its rows of ``x``, which are sorted by expert."""
     ends = counts.cumsum(0).to(torch.int32)
     up = "gate_up_proj" if module.has_gate else "up_proj"
     expert = None
@@ -146,10 +152,10 @@ def _compute(module: Any, matmul: GroupedMatmul, x: Tensor, counts: Tensor) -> T
 def grouped_matmul(
     x: Float[Tensor, "n i"], weights: Float[Tensor, "e i o"], ends: Int[Tensor, " e"]
 ) -> Float[Tensor, "n o"]:
-    """Rows sorted by expert, each times its expert's matrix: ``torch.nn.functional.grouped_mm``.
+    """Multiply rows, sorted by expert, by the matrix of their expert.
 
-    Inputs that it rejects (float64, or rows that are no multiple of 16 bytes) are multiplied expert
-    by expert.
+    This uses ``torch.nn.functional.grouped_mm``. Inputs that it rejects (float64, or rows whose
+    size is not a multiple of 16 bytes) are multiplied expert by expert.
     """
     sizes = (x.shape[1] * x.element_size(), weights.shape[2] * x.element_size())
     kinds = (torch.float32, torch.bfloat16, torch.float16) if has_values(x) else (torch.bfloat16,)
@@ -164,10 +170,11 @@ def grouped_matmul(
 
 
 def take_expert_counts(model: nn.Module) -> dict[str, Int[Tensor, " experts"]]:
-    """How often each layer's experts were chosen on this rank since the last call, by module name.
+    """Return how often each layer's experts were chosen on this rank since the last call.
 
-    Each micro-batch counts once, also where activations are recomputed in the backward pass or
-    ``loss.model_logprobs`` runs a model twice. Layers that were not computed are left out.
+    Counts are keyed by module name. Each micro-batch counts once, even if activations are
+    recomputed in the backward pass or ``loss.model_logprobs`` runs the model twice. Layers that did
+    not run are omitted.
     """
     placements = {name: _PLACEMENTS.get(part) for name, part in expert_modules(model).items()}
     counts = {name: one.chosen.take() for name, one in placements.items() if one is not None}

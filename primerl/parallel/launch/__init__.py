@@ -1,1 +1,1 @@
-"""Joining the other ranks, stopping on a signal, and noticing dead ranks."""
+"""Process launch: process groups, stop signals, detection of failed ranks, and CPU settings."""

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: to stop after the current step, or to end the process."""
+"""Handlers of Ctrl-C, SIGTERM and SIGUSR1, which stop a run after the current step or at once."""
 
 import os
 import signal
@@ -9,28 +9,29 @@ from typing import Any
 
 from primerl._common.interrupts import StoppedError, ignores_ctrl_c, is_from_inside
 
-ENDING = (signal.SIGINT, signal.SIGTERM)  # the second of them ends the process
+ENDING = (signal.SIGINT, signal.SIGTERM)  # a second such signal ends the process
 STOPPING = b"\nCtrl-C: the run stops after this step; a second one ends it at once\n"
 
 
 class StopSignals:
-    """The signal handlers of one process, between ``install`` and ``restore``.
+    """Signal handlers of one process, active between ``install`` and ``restore``.
 
-    SIGTERM and SIGUSR1 raise ``StoppedError``, and SIGINT (Ctrl-C) ``KeyboardInterrupt``, so that
-    context managers exit. After ``defer``, which a loop that checks after each step calls, the
-    first SIGTERM or SIGINT and every SIGUSR1 are only recorded. SIGTERM and SIGINT still raise if a
-    rank has failed, or if ``grace_s`` pass without a check: torchrun kills 30 s after it has passed
-    one on, and also sends SIGTERM when a rank was killed without leaving an error. Once one has
-    raised, further signals are ignored.
+    SIGTERM and SIGUSR1 raise ``StoppedError``, and SIGINT (Ctrl-C) raises ``KeyboardInterrupt``, so
+    that context managers exit. A loop that checks for signals after each step calls ``defer``.
+    From then on, the first SIGTERM or SIGINT and every SIGUSR1 are only recorded. SIGTERM and
+    SIGINT still raise if a rank has failed, or if ``grace_s`` pass without a check. This is because
+    torchrun kills the process 30 s after it has forwarded a signal, and because it also sends
+    SIGTERM when a rank was killed without recording an error. Once a signal has raised, further
+    signals are ignored.
 
     Args:
-        grace_s: in seconds.
-        says: whether this process says that Ctrl-C has to wait.
+        grace_s: time allowed between a signal and the next check, in seconds.
+        says: whether this process prints that Ctrl-C takes effect after the current step.
     """
 
     def __init__(self, grace_s: float, *, says: bool = True) -> None:
         self.received = False
-        """Whether this process was asked to stop."""
+        """Whether this process has received a signal to stop after the current step."""
         self.agreed = False
         """Whether all ranks have agreed to stop."""
         self._grace_s = grace_s
@@ -43,15 +44,15 @@ class StopSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Handle the signals; SIGINT not in a process that ignores it, as in the background."""
-        is_from_inside()  # of an earlier run
+        """Install the handlers, except for SIGINT if the process ignores it (in the background)."""
+        is_from_inside()  # clear the mark that an earlier run may have left
         for which in (*ENDING, signal.SIGUSR1):
             ignored = which == signal.SIGINT and ignores_ctrl_c()
             if self._is_main() and which not in self._before and not ignored:
                 self._before[which] = signal.signal(which, self._receive)
 
     def watch(self, failed: Callable[[], bool]) -> None:
-        """Call ``failed`` when SIGTERM is received: whether a rank has reported a failure."""
+        """Set the function, called when a signal arrives, that checks whether a rank has failed."""
         self._failed = failed
 
     def defer(self) -> None:
@@ -59,7 +60,7 @@ class StopSignals:
         self._deferred = True
 
     def agree(self) -> None:
-        """All ranks stop now; ignore further signals."""
+        """Record that all ranks have agreed to stop, and ignore further signals."""
         self.agreed = True
         self.ignore()
 
@@ -91,7 +92,8 @@ class StopSignals:
                 raise KeyboardInterrupt("this process was told to stop (SIGINT)")
             raise StoppedError(signal.Signals(signum))
         self.received = True
-        self._ended = self._ended or signum in ENDING  # before a word is out, which another answers
+        # Set before the notice is printed: a second Ctrl-C may arrive as soon as it is visible.
+        self._ended = self._ended or signum in ENDING
         if signum == signal.SIGINT and self._says:
             os.write(2, STOPPING)  # sys.stderr may be in the middle of a write
         if signum in ENDING and self._failed is not None:
@@ -100,4 +102,5 @@ class StopSignals:
             self._timer.start()
 
     def _is_main(self) -> bool:
-        return threading.current_thread() is threading.main_thread()  # only it may handle signals
+        # Python only allows the main thread to set signal handlers.
+        return threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Joining the other ranks, and parting from them."""
+"""The world of ranks: connecting to the other ranks, and handling their failure and exit."""
 
 import os
 import random
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from primerl._common.interrupts import StoppedError
+from primerl.parallel.host_values import all_sum
 from primerl.parallel.launch.stop_signals import StopSignals
-from primerl.parallel.scattering import all_sum
 
 FAILURE = "primerl/failure"
 RANK = "primerl/rank/{}"
@@ -29,15 +29,15 @@ DYING_S = 2.0
 
 @attrs.frozen(kw_only=True, eq=False)
 class World:
-    """The ranks that train together: made by ``process_group``; a context in which they talk.
+    """The ranks that train together; a context manager that connects them.
 
-    Its fields can be read before it is entered.
+    Create it with ``process_group``. Its fields can be read before it is entered.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    """Of this rank."""
+    """The device of this rank."""
     timeout_s: float
     seed: int | None = None
     _signals: StopSignals = attrs.field(repr=False)
@@ -45,16 +45,17 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which owns whatever there is one of."""
+        """Whether this is rank 0, which owns the singletons (engine, run folder)."""
         return self.rank == 0
 
     def should_stop(self) -> bool:
-        """Whether Ctrl-C, SIGTERM or SIGUSR1 came, to any rank; all ask together after each step.
+        """Check whether any rank has received Ctrl-C, SIGTERM or SIGUSR1.
 
-        From the first time on, those signals wait for this question, so that a run can be saved;
-        before, they are raised as an error, so that contexts are closed. Ctrl-C and SIGTERM end a
-        process at once if one comes again, and, where there are several ranks, if one has failed,
-        or if this was not asked within ``grace_s``.
+        Call it on all ranks after each step. Before the first call, these signals raise an error,
+        so that contexts are closed. From the first call on, they are only recorded until the next
+        call, so that the run can be saved. Ctrl-C and SIGTERM still end a process at once if either
+        comes a second time. With several ranks, they also do so if a rank has failed, or if the
+        next call does not come within ``grace_s``.
         """
         self._signals.defer()
         if bool(all_sum(int(self._signals.received))):
@@ -68,7 +69,7 @@ class World:
             seed = self.seed + self.rank
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002
-            torch.manual_seed(seed)  # of all devices
+            torch.manual_seed(seed)  # seeds all devices
         with ExitStack() as entering:
             entering.callback(self._signals.restore)
             self._signals.install()
@@ -84,37 +85,38 @@ class World:
 def process_group(
     *, timeout_s: float = 1800.0, grace_s: float = 25.0, seed: int | None = None
 ) -> World:
-    """The world that torchrun's environment describes; of one rank where there is none.
+    """Create the ``World`` of ranks from torchrun's environment, or of one rank without torchrun.
 
         world = parallel.process_group()
         if world.is_first:
-            ...  # start what only one rank has, before the ranks connect
+            ...  # start what only rank 0 owns, before the ranks connect
         with world:
             model = parallel.shard(model)
 
-    Entering connects the ranks, by gloo for CPU tensors and NCCL for those of CUDA; leaving waits
-    until every rank leaves. When a rank fails, the others fail too, by an error that names it and
-    says what it said. From entering on, SIGTERM, by which torchrun ends them, and SIGUSR1 are
-    raised as an error, as Ctrl-C is, so that a run's summary is written and processes are ended. A
-    loop that asks ``World.should_stop`` gets to the end of its step first.
+    Entering the world connects the ranks, with gloo for CPU tensors and NCCL for CUDA tensors.
+    Leaving it waits until every rank leaves. If a rank fails, the others fail too, with an error
+    that names the failed rank and quotes its error. Within the world, SIGTERM (which torchrun sends
+    to end ranks) and SIGUSR1 raise an error as Ctrl-C does, so that the run's summary is written
+    and child processes are ended. A loop that calls ``World.should_stop`` finishes its step first.
 
     Args:
-        timeout_s: how long ranks wait for each other, in seconds: longer than what the first rank
-            does while the others wait (rollouts, evaluation).
-        grace_s: how long after SIGTERM the next ``World.should_stop`` may come, in seconds, where
-            there are several ranks: less than torchrun's ``--shutdown_timeout`` (30), after which
-            it kills.
-        seed: on entering, the generators of Python, numpy and torch are seeded by
-            ``seed + rank``, so that dropout differs between ranks; None leaves them alone.
+        timeout_s: how long ranks wait for each other, in seconds. It must exceed the time that
+            rank 0 spends on rollouts or evaluation while the other ranks wait.
+        grace_s: with several ranks, how soon after SIGTERM ``World.should_stop`` must be called, in
+            seconds. Choose less than torchrun's ``--shutdown_timeout`` (30), after which torchrun
+            kills the process.
+        seed: on entering, seed the generators of Python, numpy and torch with ``seed + rank``, so
+            that dropout differs between ranks; None leaves them unchanged.
 
     Raises:
         ValueError: the environment is incomplete, there are more local ranks than GPUs, or a time
             is not above 0.
-        RuntimeError: on entering: a group runs already. On leaving: another rank failed.
+        RuntimeError: on entering, if a process group already exists; on leaving, if another rank
+            failed.
     """
     for name, seconds in {"timeout_s": timeout_s, "grace_s": grace_s}.items():
         if seconds <= 0:
-            raise ValueError(f"{name} is {seconds}, expected seconds, above 0")
+            raise ValueError(f"{name} is {seconds}, expected a number of seconds above 0")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         rank, world_size, local_rank = 0, 1, 0
     else:
@@ -124,7 +126,7 @@ def process_group(
         if local_rank >= torch.cuda.device_count():
             raise ValueError(
                 f"LOCAL_RANK is {local_rank}, but there are {torch.cuda.device_count()} GPUs; "
-                "start one rank for each GPU, or set CUDA_VISIBLE_DEVICES='' to use the CPU"
+                "start one rank per GPU, or set CUDA_VISIBLE_DEVICES='' to use the CPU"
             )
         device = torch.device("cuda", local_rank)
     return World(
@@ -141,8 +143,8 @@ def _variable(name: str) -> int:
     value = os.environ.get(name)
     if value is None or not value.isdigit():
         raise ValueError(
-            f"the environment variable {name} is {value!r}, expected a number; RANK, WORLD_SIZE "
-            "and LOCAL_RANK go together: start with torchrun, or with none of them set"
+            f"the environment variable {name} is {value!r}, expected a number; start with "
+            "torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK, or with none of them set"
         )
     return int(value)
 
@@ -150,10 +152,10 @@ def _variable(name: str) -> int:
 @contextmanager
 def _connected(world: World) -> Iterator[None]:
     if dist.is_initialized():
-        raise RuntimeError("a process group runs already; enter parallel.process_group() once")
+        raise RuntimeError("a process group already exists; enter parallel.process_group() once")
     timeout = timedelta(seconds=world.timeout_s)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    # Batches come from the host, so CPU tensors can be sent beside those of CUDA.
+    # Batches are sent from the host, so the group must support CPU tensors as well as CUDA tensors.
     backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -168,13 +170,13 @@ def _connected(world: World) -> Iterator[None]:
         except SystemExit as error:
             if not signals.agreed:
                 raise
-            leaving = error  # as on all ranks
-        dist.all_reduce(torch.zeros(1))  # leave together
+            leaving = error  # all ranks exit, so still wait for them below
+        dist.all_reduce(torch.zeros(1))  # wait for all ranks, so that they leave together
     except BaseException as error:
-        # This rank is ending; torchrun's SIGTERM must not cut off its clean-up and last words.
+        # This rank is ending; torchrun's SIGTERM must not interrupt its cleanup and error message.
         signals.ignore()
         cause = _first_failure(store, world.rank, error, ranks=world.world_size)
-        if cause is None and _is_lost_connection(error):  # to a rank that was told to stop
+        if cause is None and _is_lost_connection(error):  # the other rank was told to stop
             raise StoppedError(signal.SIGTERM) from error
         if cause is None:
             raise
@@ -188,17 +190,18 @@ def _connected(world: World) -> Iterator[None]:
 def _has_failed(store: dist.Store) -> bool:
     try:
         return bool(store.check([FAILURE]))
-    except RuntimeError:  # the store is gone with the process that kept it
+    except RuntimeError:  # the process that hosts the store has ended
         return True
 
 
 def _first_failure(
     store: dist.Store, rank: int, error: BaseException, *, ranks: int = 0
 ) -> str | None:
-    """What stopped this rank, where that is another rank; None where it is its own error.
+    """Describe the failure of another rank that stopped this rank.
 
-    The first rank that fails says so in the store, which under torchrun outlives it. None also
-    where the ranks were told to stop from outside, and none has failed.
+    Return None if this rank failed first, or if the ranks were told to stop from outside and none
+    has failed. The first rank that fails records its error in the store, which outlives the rank
+    under torchrun.
     """
     told = isinstance(error, KeyboardInterrupt)
     follows = told or _is_lost_connection(error)
@@ -212,31 +215,31 @@ def _first_failure(
         if follows and not first:
             killed = _dead_ranks(store, ranks)
             outside = not killed and _told_from_outside(store, ranks)
-    except RuntimeError:  # the store is gone with the rank that kept it
+    except RuntimeError:  # the rank that hosts the store has ended
         first = ""
     if outside or (first == mine and not follows):
         return None
     if killed:
         named = " and ".join(f"rank {one}" for one in killed)
-        return f"{named} died without a word, perhaps killed for lack of memory ({error})"
+        return f"{named} died without an error, perhaps killed for lack of memory ({error})"
     return first or (
-        f"{error}; no rank said why, so one was probably killed, perhaps for lack of memory: "
-        "see torchrun's report, or the log of each rank"
+        f"{error}; no rank reported an error, so one was probably killed, perhaps for lack of "
+        "memory: see torchrun's report, or the log of each rank"
     )
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank; torch has no class for that."""
+    """Whether a collective failed because of another rank; torch has no error class for this."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     )
 
 
 def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
-    """The ranks of this host whose processes have ended, and that were not told to.
+    """Return the ranks on this host whose processes have ended without being told to stop.
 
-    Nothing is known of other hosts. A process that is killed loses its connections before it
-    counts as ended, so look for a while.
+    Ranks on other hosts cannot be checked. A killed process loses its connections before it counts
+    as ended, so poll for up to ``DYING_S`` seconds.
     """
     processes = _local_processes(store, ranks)
     deadline = time.monotonic() + DYING_S
@@ -250,13 +253,13 @@ def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
 
 
 def _told_from_outside(store: dist.Store, ranks: int) -> bool:
-    """Whether a rank was told to stop, and all are of this host, where none was killed."""
+    """Whether a rank was told to stop, and all ranks are on this host, so none was killed."""
     told = any(store.check([TOLD.format(rank)]) for rank in range(ranks))
     return told and len(_local_processes(store, ranks)) == ranks
 
 
 def _local_processes(store: dist.Store, ranks: int) -> dict[int, int]:
-    """The process ids of the ranks of this host."""
+    """Return the process ids of the ranks on this host, by rank."""
     processes = {}
     for rank in range(ranks):
         if store.check([RANK.format(rank)]):
@@ -270,5 +273,5 @@ def _has_ended(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return Path("/proc/self/stat").exists()  # without /proc, nothing is known
-    return state in "ZX"  # a zombie until torchrun waits for it
+        return Path("/proc/self/stat").exists()  # without /proc, assume that it runs
+    return state in "ZX"  # an ended rank is a zombie until torchrun waits for it

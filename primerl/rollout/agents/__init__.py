@@ -1,1 +1,1 @@
-"""Agents: what they sampled as token-exact sequences, loops that run them, limits and tools."""
+"""In-process agents: the loop that runs them, their limits, tools and context management."""

@@ -1,8 +1,9 @@
-"""Context management: functions from a conversation to the one that the policy sees next.
+"""Context management: functions that shorten an agent's conversation before each turn.
 
-``async (messages, ask) -> messages``, called before each turn; ``ask(messages)`` is the policy's
-reply to other messages, as a sub-agent. What a function returns replaces the conversation, so each
-time that it changes something a branch begins, which is exact as all branches are.
+Such a function has the form ``async (messages, ask) -> messages``. The messages that it returns
+replace the conversation. ``ask(messages)`` returns the policy's reply to other messages, sampled as
+a sub-agent. Each change of the conversation begins a new branch, which is token-exact like any
+other.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,9 +21,10 @@ def _characters(messages: Sequence[Message]) -> int:
 
 
 def drop_tool_results(*, over: int, to: int) -> ManageContext:
-    """When the messages have more than ``over`` characters, empty the oldest results of tools.
+    """Return a function that empties the oldest tool results of a long conversation.
 
-    As many as it takes to have ``to`` characters; a lower ``to`` makes fewer branches.
+    When the messages have more than ``over`` characters, the content of the oldest tool results is
+    replaced by a short note, until ``to`` characters are left. A lower ``to`` makes fewer branches.
 
     Raises:
         ValueError: ``to`` is not below ``over``.
@@ -50,10 +52,11 @@ def summarise(
     over: int,
     instruction: str = "Summarise the conversation so far: the task, what was done, what is left.",
 ) -> ManageContext:
-    """When the messages have more than ``over`` characters, the policy summarises them.
+    """Return a function that has the policy summarize a long conversation.
 
-    The system message and the first user's message stay; the summary replaces all others. It is
-    sampled as the sub-agent ``"summary"``, and trained.
+    It does so when the messages have more than ``over`` characters. The system message and the
+    first user message stay; the summary replaces all others. It is sampled as the sub-agent
+    ``"summary"``, and is trained.
     """
 
     async def manage(messages: Sequence[Message], ask: Ask) -> Sequence[Message]:

@@ -1,4 +1,4 @@
-"""Limits of one rollout of an agent, and what it has used of them."""
+"""Limits of an agent's rollout, and the budget that tracks how much of them is used."""
 
 import time
 
@@ -6,7 +6,7 @@ import attrs
 
 
 class LimitReached(RuntimeError):
-    """A rollout has used up one of its limits; ``reason`` is its ``Rollout.stop``."""
+    """Raised when a rollout reaches one of its limits; ``reason`` becomes ``Rollout.stop``."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -15,20 +15,20 @@ class LimitReached(RuntimeError):
 
 @attrs.frozen(kw_only=True)
 class AgentLimits:
-    """When a rollout of an agent ends, whatever the agent wants.
+    """Limits that end an agent's rollout, even if the agent would continue.
 
     Raises:
-        ValueError: one is not positive.
+        ValueError: a limit is not positive.
     """
 
     max_turns: int = 100
-    """Model calls."""
+    """The maximum number of model calls."""
     max_tokens: int | None = None
-    """Sampled tokens, over all turns; None for no limit but the turns'."""
+    """The maximum number of sampled tokens, over all turns; None for no limit."""
     timeout_s: float = 1800.0
-    """In seconds, tools included."""
+    """The maximum duration of the rollout in seconds, including tool calls."""
     max_output: int = 16_384
-    """Characters of one tool's result that the policy sees: its beginning and end."""
+    """The maximum characters of a tool result; of a longer one, the beginning and end are kept."""
 
     def __attrs_post_init__(self) -> None:
         for name in ("max_turns", "max_tokens", "timeout_s", "max_output"):
@@ -39,7 +39,7 @@ class AgentLimits:
 
 @attrs.define(eq=False)
 class Budget:
-    """What a rollout has left of its limits."""
+    """The limits of one rollout, with the turns and tokens that it has used so far."""
 
     limits: AgentLimits
     turns: int = 0
@@ -51,24 +51,26 @@ class Budget:
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline."""
+        """The seconds left until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
     def begin_turn(self) -> int | None:
-        """Count a model call; returns how many tokens it may sample, None for any number.
+        """Count a model call, and return how many tokens it may sample (None for no limit).
 
         Raises:
-            LimitReached: none is left.
+            LimitReached: a limit has been reached, so no further call is allowed.
         """
         limits = self.limits
         if self.seconds_left <= 0:
-            raise LimitReached("timeout", f"the rollout's {limits.timeout_s} s are over")
+            raise LimitReached("timeout", f"the rollout reached its limit of {limits.timeout_s} s")
         if self.turns >= limits.max_turns:
-            raise LimitReached("max_turns", f"the rollout's {limits.max_turns} turns are used up")
+            raise LimitReached(
+                "max_turns", f"the rollout reached its limit of {limits.max_turns} turns"
+            )
         left = None if limits.max_tokens is None else limits.max_tokens - self.tokens
         if left is not None and left < 1:
             raise LimitReached(
-                "max_tokens", f"the rollout's {limits.max_tokens} tokens are used up"
+                "max_tokens", f"the rollout reached its limit of {limits.max_tokens} tokens"
             )
         self.turns += 1
         return left

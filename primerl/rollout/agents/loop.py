@@ -1,4 +1,4 @@
-"""An agent in this process: the policy, its tools, and limits that end it."""
+"""The in-process agent loop: the policy takes turns and calls tools until it is done."""
 
 import asyncio
 import secrets
@@ -23,9 +23,9 @@ AgentReward = Callable[[Task, "AgentRun"], float | Awaitable[float]]
 
 @attrs.define(eq=False, kw_only=True)
 class AgentRun:
-    """What an agent did: its messages, why it stopped, and the engine calls that it made.
+    """The result of running an agent: its messages, its engine calls, and why it stopped.
 
-    ``state`` is what its tools left there.
+    ``state`` is the dict that the agent's tools shared.
     """
 
     messages: list[Message]
@@ -36,12 +36,12 @@ class AgentRun:
 
     @property
     def reply(self) -> str:
-        """The text of the last reply; empty if there is none."""
+        """The text of the policy's last reply; empty if there is none."""
         said = [one["content"] for one in self.messages if one["role"] == "assistant"]
         return str(said[-1] or "") if said else ""
 
     def rollout(self, *, reward: float, keep_conversation: bool = False) -> Rollout:
-        """The run with its reward: one sample for each branch."""
+        """Return the run as a ``Rollout`` with ``reward`` and one sample per branch."""
         return history_rollout(
             self.history,
             reward=reward,
@@ -60,7 +60,10 @@ def history_rollout(
     agents: Sequence[str] | None = None,
     keep_conversation: bool = False,
 ) -> Rollout:
-    """A rollout of all that was sampled, with counts of turns and branches as metrics."""
+    """Return a ``Rollout`` of everything that ``agents`` (by default all) sampled.
+
+    Its metrics include the numbers of turns and branches.
+    """
     samples = history.samples(agents)
     counts = {
         "turns": len(history.calls),
@@ -91,21 +94,26 @@ def tool_agent(
     manage_context: ManageContext | None = None,
     keep_conversation: bool = False,
 ) -> Environment:
-    """An environment of an agent that calls tools until it answers without a call.
+    """Return an environment whose agent calls tools until it replies without a tool call.
 
-    Without tools it is a chat of one reply. A limit that is reached, a full context or a reply that
-    is cut short ends the rollout, and ``Rollout.stop`` says which; what was sampled is kept.
+    Without tools, an episode is a single reply. A rollout also ends when it reaches a limit, when
+    the context is full, or when a reply is cut short. ``Rollout.stop`` says why it ended, and all
+    sampled tokens are kept.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        reward: ``(task, run) -> number``, of an ``AgentRun``; may be a coroutine function.
-        tools: what the policy may call, shared by all rollouts, or a function of the task.
+        reward: ``(task, run) -> number``, where ``run`` is an ``AgentRun``; plain or coroutine
+            function.
+        tools: the tools that the policy may call, shared by all rollouts, or a function that
+            returns the tools for a task.
         system: the system message.
-        renderer: as of ``rollout.verifiers``; by default the one that fits the tokenizer best.
-        limits: of turns, tokens, time and output.
-        tool_timeout_s: of one call; the policy is told when it has passed.
-        manage_context: what the policy sees of a long conversation, such as ``drop_tool_results``.
-        keep_conversation: whether rollouts have their ``conversation``.
+        renderer: as in ``rollout.verifiers``; by default the renderer that fits the tokenizer best.
+        limits: limits on turns, tokens, time and tool output.
+        tool_timeout_s: timeout of one tool call; when it expires, the policy gets an error as the
+            result.
+        manage_context: a function that shortens long conversations, as returned by
+            ``drop_tool_results`` or ``summarise``.
+        keep_conversation: whether each rollout stores its messages in ``conversation``.
     """
     chosen = load_renderer(tokenizer, renderer)
 
@@ -141,17 +149,17 @@ async def run_agent(
     tool_timeout_s: float = 60.0,
     manage_context: ManageContext | None = None,
 ) -> AgentRun:
-    """Let the policy act from ``messages`` on; see ``tool_agent``.
+    """Run an agent that continues from ``messages``; see ``tool_agent``.
 
-    Several agents of one rollout share a ``history`` and differ in ``agent``.
+    If a rollout has several agents, they share its ``history`` and have different ``agent`` names.
 
     Raises:
-        Exception: what the engine raises, or ``manage_context``.
+        Exception: any error of the engine or of ``manage_context``.
     """
     shared = {} if state is None else state
     toolbox = Toolbox(tools, shared, timeout_s=tool_timeout_s, max_output=limits.max_output)
     run = AgentRun(messages=list(messages), history=history, state=shared)
-    loop = _Loop(run, toolbox, Budget(limits), agent, manage_context)
+    loop = _AgentTurns(run, toolbox, Budget(limits), agent, manage_context)
     deadline = asyncio.timeout(limits.timeout_s)
     try:
         async with deadline:
@@ -179,9 +187,10 @@ async def take_turns(
     reply: Callable[[], Awaitable[Any]],
     answers: Callable[[Any], AsyncIterator[Any]],
 ) -> None:
-    """Append replies and their answers to ``messages``, until a reply has no answer or is None.
+    """Append replies and tool results to ``messages`` until a reply has no results or is None.
 
-    ``reply`` returns the policy's next message; ``answers`` yields the results of its calls.
+    ``reply`` returns the policy's next message, or None to end; ``answers`` yields the results of
+    that message's tool calls.
     """
     while (message := await reply()) is not None:
         messages.append(message)
@@ -193,8 +202,8 @@ async def take_turns(
             return
 
 
-class _Loop:
-    """The turns of one agent."""
+class _AgentTurns:
+    """The turn loop of one agent."""
 
     def __init__(
         self,
@@ -211,10 +220,10 @@ class _Loop:
         self._budget = budget
         self._agent = agent
         self._manage = manage_context
-        self._faults: list[str] = []  # in the calls of the last reply
+        self._faults: list[str] = []  # in the tool calls of the last reply
 
     async def play(self) -> None:
-        """Take turns until a reply calls no function, or is cut short."""
+        """Take turns until a reply makes no tool call, or is cut short."""
         await take_turns(self._run.messages, reply=self._reply, answers=self._answers)
 
     async def _reply(self) -> Message:
@@ -227,7 +236,7 @@ class _Loop:
         return reply.message
 
     async def _answers(self, message: Message) -> AsyncIterator[Message]:
-        """The results of a reply's calls, and the faults of calls that can't be executed."""
+        """Yield the results of a reply's tool calls, then the faults of its malformed calls."""
         if self._run.stop != "stop":
             return
         for call in message.get("tool_calls", ()):
@@ -245,6 +254,6 @@ class _Loop:
         return reply
 
     async def _ask(self, messages: Sequence[Message]) -> str:
-        """The policy's reply to other messages, as a sub-agent without tools."""
+        """Return the policy's reply to other messages, sampled as a sub-agent without tools."""
         reply = await self._turn(list(messages), None, "summary")
         return str(reply.message["content"])

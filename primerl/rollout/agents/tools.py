@@ -1,4 +1,4 @@
-"""Functions that the policy may call, and what becomes of calls that fail."""
+"""Tools that the policy may call, and the toolbox that runs them for one rollout."""
 
 import asyncio
 import inspect
@@ -12,7 +12,7 @@ from primerl.rollout.conversations.messages import clipped, valid_unicode
 from primerl.rollout.errors import located
 
 State = MutableMapping[str, Any]
-"""What one rollout's tools share, from the task on: ``{"task": task}``."""
+"""The state that the tools of one rollout share; it begins as ``{"task": task}``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -20,21 +20,21 @@ class Tool:
     """A function that the policy may call."""
 
     name: str
-    """The name by which the policy calls it."""
+    """The name by which the policy calls the tool."""
     description: str
-    """For the policy."""
+    """The description that the policy sees."""
     parameters: Mapping[str, Any]
-    """The arguments, as JSON Schema."""
+    """The JSON Schema of the arguments."""
     call: Callable[[Mapping[str, Any], State], Awaitable[str | bytes] | str | bytes]
-    """``(arguments, state) -> text or bytes``, a coroutine function or a plain one.
+    """The plain or coroutine function to call: ``(arguments, state) -> text or bytes``.
 
-    All rollouts may share a tool; ``state`` belongs to one rollout. The policy sees the error that
-    it raises as the result of the call.
+    Several rollouts may share a tool, but each has its own ``state``. If the function raises an
+    error, the policy sees the error as the result of the call.
     """
 
     @property
     def wire(self) -> dict[str, Any]:
-        """The tool in OpenAI's form."""
+        """The tool's definition in OpenAI's format."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -45,15 +45,15 @@ class Tool:
 
 @runtime_checkable
 class Runtime(Protocol):
-    """A place in which commands run: what ``shell`` needs of verifiers' ``Runtime``."""
+    """A place that runs commands, with the part of verifiers' ``Runtime`` that ``shell`` uses."""
 
     async def run(self, argv: list[str], env: dict[str, str]) -> Any:
-        """Run a command; the result has ``exit_code``, ``stdout`` and ``stderr``."""
+        """Run a command, and return an object with ``exit_code``, ``stdout`` and ``stderr``."""
         ...
 
 
 def shell(runtime: Runtime, *, name: str = "bash", workdir: str | None = None) -> Tool:
-    """A tool that runs bash commands in ``runtime``, which is borrowed: it is not closed."""
+    """Return a tool that runs bash commands in ``runtime``, which the caller has to close."""
 
     async def run(arguments: Mapping[str, Any], state: State) -> str:  # noqa: ARG001 - a tool's
         command = arguments["command"]
@@ -79,10 +79,10 @@ def shell(runtime: Runtime, *, name: str = "bash", workdir: str | None = None) -
 
 @runtime_checkable
 class Files(Protocol):
-    """A place with files: what ``editor`` needs of verifiers' ``Runtime``."""
+    """A place that stores files, with the part of verifiers' ``Runtime`` that ``editor`` uses."""
 
     async def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        """The content of a file."""
+        """Return the content of a file."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
@@ -91,9 +91,9 @@ class Files(Protocol):
 
 
 def editor(runtime: Files, *, name: str = "edit", max_bytes: int = 1 << 20) -> Tool:
-    """A tool that replaces a text, which has to occur once in a file of ``runtime``.
+    """Return a tool that replaces a text that occurs exactly once in a file of ``runtime``.
 
-    An empty ``old`` writes the whole file, which may be new.
+    If the argument ``old`` is empty, the tool writes the whole file, which need not exist.
     """
 
     async def run(arguments: Mapping[str, Any], state: State) -> str:  # noqa: ARG001 - a tool's
@@ -124,16 +124,16 @@ def editor(runtime: Files, *, name: str = "edit", max_bytes: int = 1 << 20) -> T
 
 
 class Toolbox:
-    """The tools of one rollout: results as text, and mistakes of the policy as text, too.
+    """The tools of one rollout; both results and mistakes of the policy are returned as text.
 
     Args:
-        tools: by which the policy can act.
-        state: passed to each of them.
-        timeout_s: of one call.
-        max_output: characters of one result.
+        tools: the tools that the policy may call.
+        state: the state that is passed to each call.
+        timeout_s: timeout of one call, in seconds.
+        max_output: maximum number of characters of one result.
 
     Raises:
-        ValueError: two tools have one name.
+        ValueError: two tools have the same name.
     """
 
     def __init__(
@@ -141,25 +141,25 @@ class Toolbox:
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
-            raise ValueError(f"two tools have one name: {sorted(tool.name for tool in tools)}")
+            raise ValueError(f"two tools have the same name: {sorted(tool.name for tool in tools)}")
         self.wire = [tool.wire for tool in tools]
         self.failed = 0
-        """Calls that were answered with an error."""
+        """The number of calls that were answered with an error."""
         self.clipped = 0
-        """Results of which something was left out."""
+        """The number of results that were shortened to ``max_output`` characters."""
         self._state = state
         self._timeout_s = timeout_s
         self._max_output = max_output
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result of a call, whatever becomes of it."""
+        """Return the result of a call, or a text that begins with ``error:`` if the call fails."""
         result = valid_unicode(await self._call(name, arguments))
         self.failed += result.startswith("error: ")
         self.clipped += len(result) > self._max_output
         return clipped(result, self._max_output)
 
     async def answer(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """The message that answers a call of a reply, both in OpenAI's form."""
+        """Return the message that answers a reply's tool call; both are in OpenAI's format."""
         function = call["function"]
         return {
             "role": "tool",
@@ -188,7 +188,7 @@ class Toolbox:
                     result = await result
         except TimeoutError:
             return f"error: {name} did not answer within {self._timeout_s} s"
-        except Exception as error:  # a tool may raise anything, and the policy is told
+        except Exception as error:  # a tool may raise anything; the policy sees the error
             return f"error: {located(error)}"
         if isinstance(result, bytes):
             return result.decode(errors="replace")

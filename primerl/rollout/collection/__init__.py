@@ -1,1 +1,1 @@
-"""From rollouts to the groups of a step: scheduling, staleness, verification, the buffer."""
+"""Collection of rollouts into the groups of a step: scheduling, staleness, verification, buffer."""

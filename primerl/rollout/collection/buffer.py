@@ -1,4 +1,4 @@
-"""The buffer between rollouts and training: finished groups, oldest version first."""
+"""The buffer between rollouts and training, which holds finished groups, oldest version first."""
 
 import bisect
 import operator
@@ -29,10 +29,10 @@ class _Finished:
     """A group that waits to be trained."""
 
     oldest: PolicyVersion
-    """Of its tokens to be trained."""
+    """The oldest version of its tokens to be trained."""
     group: Group
     versions: frozenset[PolicyVersion]
-    """All that sampled it, also of tokens that are not trained; empty without verification."""
+    """All versions that sampled its tokens, trained or not; empty without verification."""
 
 
 class Buffer:
@@ -40,17 +40,17 @@ class Buffer:
 
     Always ``started == trained + sum(dropped.values()) + in_flight + buffered``.
 
-    ``on_stale`` decides what becomes of a group that is too old for a step:
+    ``on_stale`` decides what happens to a group that is too old for a step:
 
     - ``"drop"``: a group with any token beyond the bound is dropped as ``"stale"``.
-    - ``"wait"``: a step waits for stragglers while the groups that it would leave behind could
-      not all be trained before they are too old, ``groups_per_step`` at each step to come.
-      Admission bounds their number, so waiting always helps, and none is dropped.
-    - ``"mask_tokens"``: tokens beyond the bound leave the loss mask and the rest is trained; a
-      group of which nothing remains is dropped as ``"stale"``.
+    - ``"wait"``: no group is dropped as stale. A step waits for stragglers if the groups that it
+      would leave behind could not all be trained in time, at ``groups_per_step`` per later step.
+      Admission bounds the number of groups, so waiting always helps.
+    - ``"mask_tokens"``: tokens beyond the bound are removed from the loss mask and the rest is
+      trained; a group without any token left is dropped as ``"stale"``.
 
-    ``start`` is called before a group is sampled; then each started group ends exactly once, by
-    ``put`` or ``drop``.
+    Call ``start`` before a group is sampled. Each started group then ends exactly once, by ``put``
+    or ``drop``.
 
         buffer = Buffer(groups_per_step=8, max_staleness=2)
         while buffer.may_start(served=engine.version):
@@ -58,13 +58,14 @@ class Buffer:
         buffer.put(group)
         groups = buffer.take(version=0)  # None until there are enough for a step
 
-    With ``await_verification``, or from the first ``mark_version`` on (None), ``take`` returns no
-    group with a token of a version that ``mark_version`` has not named yet: it stays buffered. A
-    group with a token of a rejected version is dropped as ``"unverified"``.
+    With ``await_verification``, or, if it is None, from the first ``mark_version`` on, a group with
+    a token of a version that is not marked yet stays buffered: ``take`` does not return it. A group
+    with a token of a rejected version is dropped as ``"unverified"``.
 
     Steps are counted from the first ``take``, so a run that begins at version 1000 starts no more
-    groups than one that begins at 0. ``tokens`` counts the sampled tokens of trained groups under
-    ``"trained"`` and of dropped ones under their reason; ``masked_tokens`` those that were masked.
+    groups than a run that begins at 0. ``tokens`` counts the sampled tokens of trained groups under
+    ``"trained"`` and those of dropped groups under the reason; ``masked_tokens`` counts the tokens
+    that ``"mask_tokens"`` masked.
     """
 
     def __init__(
@@ -96,12 +97,12 @@ class Buffer:
 
     @property
     def buffered(self) -> int:
-        """Finished groups that wait to be trained, reserved ones included."""
+        """Finished groups that wait to be trained, including reserved ones."""
         return len(self._finished) + len(self._reserved)
 
     @property
     def ready(self) -> int:
-        """Finished groups without a provisional version; after a ``take``, those usable for it."""
+        """Finished groups without a provisional version; after ``take``, those its step can use."""
         return sum(not self._provisional(one) for one in self._finished)
 
     @property
@@ -118,7 +119,7 @@ class Buffer:
         return self.started - self.trained - self.dropped.total() - self.buffered
 
     def may_start(self, *, served: int) -> bool:
-        """Whether a group may be started while engines serve version ``served``."""
+        """Return whether a group may be started while engines serve version ``served``."""
         return may_start(
             started=self.started,
             dropped=self.dropped.total(),
@@ -128,13 +129,13 @@ class Buffer:
         )
 
     def start(self) -> None:
-        """Account for a group that is being started."""
+        """Count a group that is about to start."""
         self.started += 1
 
     def put(self, group: Group) -> bool:
-        """Store a finished group, unless a filter refuses it; returns whether it was kept.
+        """Store a finished group, unless a filter refuses it; return whether it was kept.
 
-        A refused group counts as dropped under the filter's name; one without a token to train,
+        A refused group counts as dropped under the filter's name; a group without a token to train,
         as ``"empty"``.
 
         Raises:
@@ -162,17 +163,17 @@ class Buffer:
         return True
 
     def drop(self, reason: str, *, tokens: int = 0) -> None:
-        """Account for a started group that will never be trained, and for its sampled tokens."""
+        """Count a started group that will never be trained, and its sampled tokens."""
         self._require_in_flight()
         self.dropped[reason] += 1
         self.tokens[reason] += tokens
 
     def has_rejected_tokens(self, group: Group) -> bool:
-        """Whether a rejected version sampled a token of the group."""
+        """Return whether a rejected version sampled a token of the group."""
         return self.verification.any_rejected(self.verification.versions_of(group))
 
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
-        """Record whether a version is verified; groups with tokens of a rejected one are dropped.
+        """Record whether a version is verified; drop groups with tokens of a rejected version.
 
         Raises:
             ValueError: the buffer was made with ``await_verification=False``.
@@ -184,11 +185,11 @@ class Buffer:
     def take(
         self, version: PolicyVersion, *, in_flight: Iterable[PolicyVersion] = ()
     ) -> list[Group] | None:
-        """The groups of one step, oldest version first; None while there are too few.
+        """Return the groups of one step, oldest version first; None while there are too few.
 
         No token to be trained in them is older than ``version - max_staleness``. ``in_flight``
-        holds the oldest version that each group in flight may have sampled with; it matters for
-        ``on_stale="wait"``.
+        holds, for each group in flight, the oldest version that may have sampled it; only
+        ``on_stale="wait"`` uses it.
         """
         groups = self.reserve(version, in_flight=in_flight)
         self.deliver()
@@ -197,10 +198,10 @@ class Buffer:
     def reserve(
         self, version: PolicyVersion, *, in_flight: Iterable[PolicyVersion] = ()
     ) -> list[Group] | None:
-        """As ``take``, but the groups stay buffered until ``deliver`` counts them as trained.
+        """Return the groups of one step, as ``take`` does, but keep them buffered.
 
-        For a consumer that they may fail to reach: ``give_back`` puts them back, as does the next
-        ``reserve``.
+        Use it if the groups may fail to reach the trainer: ``deliver`` counts them as trained,
+        ``give_back`` or the next ``reserve`` puts them back.
         """
         self.give_back()
         if self.first_version is None:
@@ -214,7 +215,7 @@ class Buffer:
         chosen = set(step)
         left = [one for one in self._finished if one not in chosen]
         if self.on_stale == "wait":
-            # Groups in flight may come late, and so may those that are not verified.
+            # Groups in flight, and groups that await verification, may become ready late.
             behind = [(one.oldest, bool(self._provisional(one))) for one in left]
             behind += [(oldest, True) for oldest in in_flight]
             if must_wait(
@@ -228,13 +229,13 @@ class Buffer:
         return [one.group for one in step]
 
     def deliver(self) -> None:
-        """Count what was reserved as trained: it has reached the trainer."""
+        """Count the reserved groups as trained: they have reached the trainer."""
         self.trained += len(self._reserved)
         self.tokens["trained"] += sum(len(one.group.versions) for one in self._reserved)
         self._reserved = []
 
     def give_back(self) -> None:
-        """Put what was reserved back: it has not reached the trainer."""
+        """Put the reserved groups back: they have not reached the trainer."""
         if self._reserved:
             self._finished = sorted(self._reserved + self._finished, key=_BY_AGE)
             self._reserved = []
@@ -242,7 +243,7 @@ class Buffer:
             self._retain(lambda one: not self.verification.any_rejected(one.versions), UNVERIFIED)
 
     def state(self) -> dict[str, Any]:
-        """The counts and the finished groups, as builtins and bytes."""
+        """Return the counts and the finished groups, as builtins and bytes."""
         finished = sorted(self._reserved + self._finished, key=_BY_AGE)
         return {
             "first_version": self.first_version,
@@ -257,7 +258,7 @@ class Buffer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from ``state``. Groups that were in flight have to be started again.
+        """Resume from ``state``; groups that were in flight have to be started again.
 
         Raises:
             ValueError: the state was taken with another ``groups_per_step``.
@@ -265,7 +266,7 @@ class Buffer:
         if state["groups_per_step"] != self.groups_per_step:
             raise ValueError(
                 f"the state was taken with groups_per_step={state['groups_per_step']}, not "
-                f"{self.groups_per_step}: steps of another size can't continue its count; resume "
+                f"{self.groups_per_step}: its count of steps is valid for that size only; resume "
                 "without the worker's state"
             )
         self.first_version = state["first_version"]
@@ -300,10 +301,10 @@ class Buffer:
                 self.drop("stale", tokens=len(one.group.versions))
             else:
                 self.masked_tokens += len(one.group.versions) - len(masked.versions)
-                self._store(masked, one.versions)  # versions of masked tokens still count
+                self._store(masked, one.versions)  # masked tokens still need verification
 
     def _retain(self, keeps: Callable[[_Finished], Any], reason: str) -> None:
-        """Drop the finished groups that are not to be kept."""
+        """Drop the finished groups for which ``keeps`` is false."""
         dropped = [one for one in self._finished if not keeps(one)]
         if dropped:
             gone = set(dropped)
@@ -313,4 +314,4 @@ class Buffer:
 
     def _require_in_flight(self) -> None:
         if self.in_flight < 1:
-            raise ValueError("a group ended that was never started: call start() for each group")
+            raise ValueError("a group ended that was never started; call start() before each group")

@@ -1,4 +1,4 @@
-"""The collector: everything a worker does, without the thread or the process that it runs in."""
+"""The collector: everything that a worker does, apart from its thread or process."""
 
 import asyncio
 import logging
@@ -9,10 +9,10 @@ from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import follow_load
+from primerl.rollout.collection.evaluation import evaluate
 from primerl.rollout.collection.groups import cancel_once, wait_until_ended
-from primerl.rollout.collection.plan import CollectionPlan, decode_state, encode_state
-from primerl.rollout.collection.playing import evaluate
 from primerl.rollout.collection.scheduler import GroupScheduler
+from primerl.rollout.collection.settings import CollectionSettings, decode_state, encode_state
 from primerl.rollout.collection.stalls import StallTimer, unfillable
 from primerl.rollout.engines.health import EngineHealth
 from primerl.rollout.engines.protocol import Engine
@@ -22,7 +22,7 @@ from primerl.rollout.errors import message
 from primerl.rollout.processes.channel import Channel
 from primerl.rollout.processes.loop_lag import LoopLag
 from primerl.rollout.tasks.streams import TaskStream
-from primerl.types import Group, Played, PolicyVersion, SamplingParams
+from primerl.types import Group, Outcome, PolicyVersion, SamplingParams
 
 HEARTBEAT_S = 1.0
 CLOSE_S = 15.0
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 class Collector:
-    """Plays tasks ahead of training, and hands out the groups of each step.
+    """Plays tasks ahead of training and returns the groups of each step.
 
-    All of it runs on one event loop, so nothing is locked. The trainer's side calls its public
+    Everything runs on one event loop, so there are no locks. The trainer's side calls the public
     methods.
     """
 
@@ -45,7 +45,7 @@ class Collector:
         environment: Environment,
         tasks: TaskStream,
         keep: Sequence[Callable[[Group], bool]],
-        plan: CollectionPlan,
+        plan: CollectionSettings,
         state: bytes | None,
     ) -> None:
         self._channel = channel
@@ -69,10 +69,10 @@ class Collector:
             buffer=self._buffer,
             plan=plan,
         )
-        self._taken: PolicyVersion = 0  # the last step that was handed out
-        self._ended_delivery = 0  # takes up to this one have reached the trainer, or were given up
+        self._taken: PolicyVersion = 0  # the last step whose groups were returned
+        self._ended_delivery = 0  # takes up to this number were delivered or given up
         self._evaluations: set[asyncio.Task[Any]] = set()
-        self._evaluated: Counter[str] = Counter()  # rollouts of the evaluations that run
+        self._evaluated: Counter[str] = Counter()  # rollouts of running evaluations
         self._background: list[asyncio.Task[None]] = []
         self.lag = LoopLag()
         self._trainer_wait_s = 0.0
@@ -81,7 +81,7 @@ class Collector:
             self._restore(state)
 
     async def astart(self) -> None:
-        """Start playing.
+        """Start playing tasks.
 
         Raises:
             ValueError: there are no tasks.
@@ -104,26 +104,26 @@ class Collector:
             self._background.append(asyncio.create_task(_send_heartbeats(self._channel)))
 
     async def aclose(self) -> dict[str, Any]:
-        """Cancel what is in flight, close the environment, and return the last stats."""
+        """Cancel everything in flight, close the environment, and return the last stats."""
         for task in self._background:
             task.cancel()
-        await asyncio.sleep(0)  # lets groups begin: before that they can't account for their end
+        await asyncio.sleep(0)  # lets groups begin; otherwise they can't count their own end
         running = [*self._scheduler.in_flight, *self._evaluations]
         for task in running:
             cancel_once(task)
         await wait_until_ended(running, timeout_s=CLOSE_S)
-        if hasattr(self._environment, "aclose"):  # it may be called again
+        if hasattr(self._environment, "aclose"):  # aclose may be called twice
             try:
                 await self._environment.aclose()
-            except Exception:  # must not hide the error that ended the run
+            except Exception:  # raising would hide the error that ended the run
                 log.exception("the environment could not be closed")
         return self.stats()
 
     async def take(self, version: PolicyVersion, delivery: int) -> list[Group]:
-        """The groups of one step.
+        """Return the groups of one step.
 
-        They are buffered until ``deliver`` says that they arrived. ``delivery`` numbers the calls:
-        one that was given up, before or while it runs, reserves nothing.
+        They stay buffered until ``deliver`` reports that they arrived. ``delivery`` numbers the
+        calls; a call that the trainer gives up, before or while it runs, reserves nothing.
         """
         began = time.monotonic()
         stall = StallTimer(self._plan.timeout_s, self._buffer.dropped.copy())
@@ -139,20 +139,20 @@ class Collector:
             if not stall.update(self._buffer.ready):
                 raise RuntimeError(
                     f"no group was kept for {self._plan.timeout_s:.0f} s that step {version} can "
-                    f"use, which waits for {self._plan.groups_per_step}; "
+                    f"use, which needs {self._plan.groups_per_step} groups; "
                     f"{stall.describe(self._buffer, self._engine.version)}{self._errors()}"
                 )
             await self._scheduler.wait_for_change(min(1.0, self._plan.timeout_s))
-        raise RuntimeError("the trainer gave this take up")
+        raise RuntimeError("the trainer gave up this take() before its groups were ready")
 
     def deliver(self, delivery: int) -> None:
-        """The groups that ``take`` returned have reached the trainer."""
+        """Record that the groups that ``take`` returned have reached the trainer."""
         self._ended_delivery = delivery
         self._buffer.deliver()
         self._scheduler.cancel_unusable(self._taken + 1)
 
     def give_back(self, delivery: int) -> None:
-        """The trainer gave a ``take`` up; the groups that it may have returned did not arrive."""
+        """Record that the trainer gave up a ``take``, so its groups did not arrive."""
         self._ended_delivery = delivery
         self._buffer.give_back()
         self._scheduler.notify_change()
@@ -171,7 +171,7 @@ class Collector:
         engine: Engine | EngineAddress | None,
         samples: int,
         keep_errors: bool,
-    ) -> list[Played]:
+    ) -> list[Outcome]:
         """Play each task ``samples`` times, with one version of the weights."""
         evaluated = self._engine if engine is None else self._engines.find(engine)
         health = self._health
@@ -201,7 +201,7 @@ class Collector:
                 self._engines.forget(engine)
 
     def progress(self) -> tuple[str, str]:
-        """What the trainer waits for, and how far it is."""
+        """Return what the trainer waits for, and how far that is, for the live view."""
         if self._evaluations:
             return "evaluating", f"{self._evaluated['ended']}/{self._evaluated['of']} rollouts"
         buffer = self._buffer
@@ -210,7 +210,7 @@ class Collector:
         return "rollouts", detail + (f", the last {refused} refused by filters" if refused else "")
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start; see ``Worker.stats``."""
+        """Return totals since the start; see ``Worker.stats``."""
         buffer = self._buffer
         return {
             **self._scheduler.counters.stats(),
@@ -232,7 +232,7 @@ class Collector:
         }
 
     def state(self) -> bytes:
-        """What a worker can resume from: see ``Worker.state``."""
+        """Return the state from which a worker can resume; see ``Worker.state``."""
         parts = {
             **self._scheduler.state(),
             "buffer": self._buffer.state(),
@@ -242,16 +242,16 @@ class Collector:
         return encode_state(self._plan, parts)
 
     def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
-        """The trainer's side reports the versions that an engine serves now."""
+        """Record the versions that an engine serves, as the trainer's side reports them."""
         self._engines.serves(index, version, newest)
         self._scheduler.notify_change()
 
     def waited_for_evaluation(self, seconds: float) -> None:
-        """The trainer waited that long for the result of an evaluation."""
+        """Record how long the trainer waited for the result of an evaluation."""
         self._evaluation_wait_s += seconds
 
     def members(self) -> list[dict[str, Any]]:
-        """The processes that the environment started."""
+        """Return the processes that the environment started."""
         return self._environment.members() if hasattr(self._environment, "members") else []
 
     def _restore(self, content: bytes) -> None:
@@ -264,8 +264,8 @@ class Collector:
             self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s = waits
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"the state does not fit: {type(error).__name__}: {error}; it is damaged, or of a "
-                "worker with tasks of another kind"
+                f"the state does not fit this worker: {type(error).__name__}: {error}; it is "
+                "damaged, or comes from a worker with another kind of tasks"
             ) from error
 
     def _require_fillable(self, version: PolicyVersion) -> None:

@@ -1,8 +1,8 @@
-"""How many rollouts to have in flight: as many as the engines have room for.
+"""Adaptive concurrency: the number of rollouts in flight follows the load of the engines.
 
-Too few leave an engine idle; too many fill its memory of keys and values (KV), so that it preempts
-requests, whose tokens it computes again. The best number is not known in advance, and moves with
-the lengths of rollouts.
+Too few rollouts leave an engine idle. Too many fill its KV cache, so that it preempts requests and
+computes their tokens again. The best number is not known in advance and changes with the lengths of
+rollouts.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True)
 class Load:
-    """What was observed of the engines since the last observation.
+    """The load of the engines since the last observation.
 
     Args:
         in_flight: rollouts in flight: whole groups of ``group_size``.
         queued: requests that wait for room.
         preemptions: requests that were preempted.
-        kv_use: the largest share of KV memory in use of any engine, 0 to 1.
+        kv_use: the share of KV cache in use, 0 to 1, of the engine that uses most.
         group_size: rollouts that are started together.
     """
 
@@ -37,30 +37,30 @@ class Load:
 
 @attrs.frozen(kw_only=True)
 class AdaptiveConcurrency:
-    """A cap on the rollouts in flight, and how it follows the load.
+    """A cap on the rollouts in flight, with the rule by which it follows the load.
 
-    The cap grows by ``growth`` while it keeps a group from starting and KV use is below ``low``;
-    above ``high`` it shrinks in proportion to the excess; in between it stays, so that it does not
-    oscillate. A preemption or a queue shrinks it by ``back_off`` and is remembered: from there on
-    the cap grows by less than a third of ``growth``, since it is near where that happened.
+    The cap grows by ``growth`` while it keeps a group from starting and KV use is below ``low``.
+    Above ``high`` it shrinks in proportion to the excess. In between it stays, so that it does not
+    oscillate. A preemption or a queue shrinks it by ``back_off``; near that cap, it then grows by
+    less than a third of ``growth``.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     cap: float = 16.0
-    """Rollouts in flight, at the start."""
+    """The initial cap: the most rollouts in flight."""
     least: int = 1
     """The smallest cap."""
     most: int = 4096
     """The largest cap."""
     low: float = 0.85
     high: float = 0.95
-    """``low`` and ``high`` are the shares of KV memory between which the cap stays."""
+    """Between the shares ``low`` and ``high`` of KV cache in use, the cap stays."""
     growth: float = 0.15
-    """A share of the cap, for each observation."""
+    """The growth per observation, as a share of the cap."""
     back_off: float = 0.95
-    """The share of the cap that is left after a preemption."""
+    """The factor by which a preemption or a queue shrinks the cap."""
     every_s: float = 2.0
     """Seconds between observations of the engines."""
     trouble_at: float | None = None
@@ -81,10 +81,10 @@ class AdaptiveConcurrency:
             )
 
     def after(self, load: Load) -> "AdaptiveConcurrency":
-        """The cap after an observation: a function of both, and nothing else."""
+        """Return the settings with the cap after an observation; a pure function."""
         cap, trouble_at = self.cap, self.trouble_at
-        if load.in_flight > max(1.05 * cap, load.group_size):  # one group always runs
-            return self  # the last change is not felt yet: rollouts in flight are never cancelled
+        if load.in_flight > max(1.05 * cap, load.group_size):  # one group may always run
+            return self  # a lower cap takes effect slowly: rollouts in flight are never cancelled
         if load.preemptions or load.queued:
             trouble_at = min(cap, load.in_flight)
             cap = trouble_at * self.back_off
@@ -103,9 +103,9 @@ def load_of(
     preempted: float,
     group_size: int = 1,
 ) -> tuple[Load, float]:
-    """The load of servers with these ``metrics``, and how many requests they ever preempted.
+    """Return the load of servers from their ``metrics``, and their total number of preemptions.
 
-    Metrics are named as vLLM's. ``preempted`` is that number at the last observation.
+    Metrics have vLLM's names. ``preempted`` is the total at the last observation.
     """
 
     def values(name: str) -> list[float]:
@@ -130,9 +130,9 @@ async def follow_load(
     apply: Callable[[float], None],
     group_size: int = 1,
 ) -> None:
-    """Observe ``engine`` until cancelled, and ``apply`` each cap.
+    """Observe ``engine`` until cancelled, and ``apply`` each new cap.
 
-    Metrics that can't be read leave the cap as it is.
+    If the metrics can't be read, the cap stays as it is.
     """
     preempted: float | None = None
     while True:
@@ -140,7 +140,7 @@ async def follow_load(
         await asyncio.sleep(settings.every_s)
         try:
             metrics = await asyncio.to_thread(engine.metrics)
-            if inspect.isawaitable(metrics):  # of an engine in another process
+            if inspect.isawaitable(metrics):  # the engine is in another process
                 metrics = await metrics
         except (OSError, RuntimeError) as error:
             log.warning("the engine's load could not be read: %s", error)
@@ -153,5 +153,5 @@ async def follow_load(
             group_size=group_size,
         )
         preempted = total
-        if not first:  # what was preempted before this worker began says nothing
+        if not first:  # the first total includes preemptions from before this worker began
             settings = settings.after(load)

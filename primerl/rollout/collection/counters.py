@@ -1,4 +1,4 @@
-"""Counts of rollouts, tokens and failures, tasks in quarantine, and groups that filters refused."""
+"""Counts of rollouts, tokens and failures; quarantined tasks; and groups that filters refused."""
 
 import logging
 from collections import Counter, defaultdict
@@ -18,16 +18,16 @@ _SHOWN = 5
 
 
 def default_limit(groups_per_step: int) -> int:
-    """How many refused groups in a row stop a run, unless it says otherwise."""
+    """Return the default of ``max_refused``: how many refused groups in a row stop a run."""
     return max(512, 32 * groups_per_step)
 
 
 @attrs.define
 class Refusals:
-    """Groups in a row that filters refused, since one was kept.
+    """Groups that filters refused in a row, since the last kept group.
 
     Args:
-        warn_after: logged as a warning when they are that many: a step's worth.
+        warn_after: log a warning at this many groups in a row: one step's worth.
     """
 
     warn_after: int
@@ -35,7 +35,7 @@ class Refusals:
     rewards: Counter[float] = attrs.Factory(Counter)
 
     def add(self, name: str, group: Group) -> None:
-        """A filter refused a group."""
+        """Record that the filter ``name`` refused a group."""
         self.filters[name] += 1
         self.rewards.update(group.rewards.tolist())
         if self.in_a_row == max(_WARN_AT_LEAST, self.warn_after):
@@ -43,32 +43,32 @@ class Refusals:
 
     @property
     def in_a_row(self) -> int:
-        """How many there are."""
+        """The number of groups refused in a row."""
         return self.filters.total()
 
     def describe(self) -> str:
-        """How many were refused, and by which filters."""
+        """Return how many groups were refused, and by which filters."""
         names = ", ".join(f"{name!r} {times}" for name, times in self.filters.most_common())
         return f"filters refused {self.in_a_row} groups in a row ({names})"
 
     def clear(self) -> None:
-        """A group was kept."""
+        """Start again at 0: a group was kept."""
         self.filters.clear()
         self.rewards.clear()
 
     def describe_rewards(self) -> str:
-        """The most frequent rewards of their rollouts."""
+        """Return the most frequent rewards of the refused groups' rollouts."""
         most = [f"{reward:g} ({times}x)" for reward, times in self.rewards.most_common(_SHOWN)]
         others = len(self.rewards) - len(most)
         return "rewards: " + ", ".join(most) + (f" and {others} others" if others else "")
 
 
-MANY_FAILURES = 12  # groups in a row that stop even a run of small steps
+MANY_FAILURES = 12  # the fewest failed groups in a row that stop a run
 _NO_COUNTS = {"groups": 0, "failed": 0, "rollouts": 0, "tokens": 0, "reward_sum": 0.0}
 
 
 class Counters:
-    """Counts what the buffer does not: rollouts, errors, environments, and tasks that fail."""
+    """Counts that the buffer does not keep: rollouts, errors, environments and failed tasks."""
 
     def __init__(self, *, groups_per_step: int, quarantine_after: int) -> None:
         self.tokens = 0
@@ -83,7 +83,7 @@ class Counters:
 
     @property
     def quarantined(self) -> list[str]:
-        """The ids of tasks that are not played any more."""
+        """The ids of tasks that are no longer played."""
         return [name for name in self._failures if self.is_quarantined(name)]
 
     @property
@@ -93,11 +93,11 @@ class Counters:
 
     @property
     def max_skips(self) -> int:
-        """How many draws in a row may be of tasks in quarantine before all are taken to be."""
+        """How many quarantined draws in a row mean that every task is in quarantine."""
         return 1000 + 2 * len(self._failures)
 
     def is_quarantined(self, task_id: str) -> bool:
-        """Whether a task has failed too often."""
+        """Return whether a task has failed too often to be played again."""
         return self._failures[task_id] >= self._quarantine_after
 
     def add_attempts(self, progress: Progress) -> None:
@@ -118,14 +118,14 @@ class Counters:
         counts["reward_sum"] += float(group.rewards.sum())
 
     def add_failure(self, task: Task) -> bool:
-        """Count a failed group; returns whether its task is in quarantine from now on."""
+        """Count a failed group; return whether this puts its task into quarantine."""
         self._failures_in_a_row += 1
         self._failures[task["id"]] += 1
         self.environments[str(task.get("environment", ""))]["failed"] += 1
         return self._failures[task["id"]] == self._quarantine_after
 
     def stats(self) -> dict[str, Any]:
-        """The part of ``Worker.stats`` that is counted here."""
+        """Return these counts as entries of ``Worker.stats``."""
         return {
             "rollout_tokens": self.tokens,
             "retried": self.retried,
@@ -136,7 +136,7 @@ class Counters:
         }
 
     def state(self) -> dict[str, Any]:
-        """All counts, as builtins."""
+        """Return all counts, as builtins."""
         return {
             "counts": [self.tokens, self.retried, self.skipped],
             "errors": dict(self.errors),

@@ -1,4 +1,4 @@
-"""Rollouts of one task that are run together, with survivors and a deadline."""
+"""Groups: rollouts of one task that run concurrently, with retries, survivors and a deadline."""
 
 import asyncio
 import contextlib
@@ -21,8 +21,8 @@ from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 FAILED = "failed"
 TIMEOUT = "timeout"
 ENGINE = "engine"
-CANCEL_S = 5.0  # for a cancelled rollout to clean up, before it is abandoned
-POLL_S = 0.01  # between looks at whether an outage is over
+CANCEL_S = 5.0  # time in which a cancelled rollout may clean up before it is abandoned
+POLL_S = 0.01  # how often to check whether an outage is over
 T = TypeVar("T")
 
 # ---- one rollout ----
@@ -30,35 +30,35 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Progress:
-    """The state of a group in flight, and the failures in it so far."""
+    """The progress of a group in flight, with its failures so far."""
 
     oldest: dict[int, PolicyVersion] = attrs.Factory(dict)
-    """For each rollout that has sampled: the oldest version that it may have sampled with."""
+    """For each rollout that has sampled: the oldest version that may have sampled its tokens."""
     tokens: int = 0
-    """Sampled so far, in completed calls."""
+    """Tokens sampled so far, in completed calls."""
     retried: int = 0
     errors: Counter[str] = attrs.Factory(Counter)
-    """Failed attempts, by the name of the error."""
+    """Number of failed attempts, by the name of the error."""
     begun: bool = False
-    """Whether its asyncio task has run: one that is cancelled before can't account for its end."""
+    """Whether its asyncio task has begun to run; a task cancelled earlier can't count its end."""
     attempts: dict[int, ObservedEngine] = attrs.Factory(dict)
-    """For each rollout, its current attempt."""
+    """The engine of each rollout's current attempt."""
     rejected: bool = False
-    """Whether it is cancelled because a version that sampled it was rejected."""
+    """Whether the group is cancelled because a version that sampled it was rejected."""
 
     def oldest_version(self, served: PolicyVersion) -> PolicyVersion:
-        """The oldest version that a token of the group may have; ``served`` before any has."""
+        """Return the oldest version that may have sampled a token of the group; else ``served``."""
         return min(self.oldest.values(), default=served)
 
     @property
     def ignored_by_engine(self) -> bool:
-        """Whether a rollout waits for an engine that has answered no request for long."""
+        """Whether an engine leaves a rollout waiting and has answered no request for long."""
         return any(attempt.ignored for attempt in self.attempts.values())
 
     def observe(
         self, engine: Engine, index: int, health: EngineHealth | None = None
     ) -> ObservedEngine:
-        """The engine for a new attempt at rollout ``index``; its calls are recorded here."""
+        """Return the engine for a new attempt at rollout ``index``; it records its calls here."""
         self.oldest.pop(index, None)
 
         def begin(version: PolicyVersion | None) -> None:
@@ -74,7 +74,7 @@ class Progress:
         return self.attempts[index]
 
 
-async def play(
+async def run_rollout(
     environment: Environment,
     task: Task,
     engine: Engine,
@@ -85,14 +85,16 @@ async def play(
     index: int = 0,
     health: EngineHealth | None = None,
 ) -> Rollout:
-    """Play one rollout, retrying up to ``retries`` times; raises the last failure.
+    """Play one rollout, retrying up to ``retries`` times; raise the last failure.
 
     ``progress`` records it as the group's rollout ``index``. With the engine's ``health``, a
-    failure of the engine is not one of the rollout: it is played again until the engine answers,
-    also where the environment gave a failing request up and made do without it.
+    failure of the engine does not count as a failure of the rollout: the rollout is played again
+    until the engine answers, even if the environment caught the engine's error and returned a
+    rollout without the completion.
 
     Raises:
-        EngineFailed: the engine was given up. Otherwise what the environment raised.
+        EngineFailed: the engine was given up.
+        Exception: what the environment raised.
     """
     progress = progress or Progress()
     retry = None if health is None else Retry(health)
@@ -103,12 +105,12 @@ async def play(
             try:
                 rollout = await attempt(environment, task, observed, params)
                 if observed.bad is not None:
-                    raise observed.bad  # the environment caught it: its rollout is not trusted
+                    raise observed.bad  # the environment caught it: distrust its rollout
                 if observed.outage is not None:
-                    raise observed.outage  # a limit of its own ended it, such as an agent's
+                    raise observed.outage  # the environment gave up, e.g. at an agent's limit
                 check_rollout(rollout, params, EngineLimits.of(engine))
                 await check_routes(rollout, engine)
-            except Exception as error:  # whatever an environment raises is data
+            except Exception as error:  # an environment may raise anything
                 mistake = isinstance(error, RewardError)
                 if not mistake and observed.given_up is not None:
                     raise observed.given_up from None
@@ -130,16 +132,16 @@ async def play(
 async def attempt(
     environment: Environment, task: Task, engine: Engine, params: SamplingParams
 ) -> Rollout:
-    """Play one rollout once; every failure is raised as an ``Exception``."""
+    """Play one rollout once; raise every failure as an ``Exception``."""
     try:
         rollout = await environment(dict(task), engine, params)
     except asyncio.CancelledError as error:
         if (current := asyncio.current_task()) is not None and current.cancelling():
             raise
-        raise RuntimeError("the rollout was cancelled from within") from error
+        raise RuntimeError("the rollout was cancelled from within the environment") from error
     except (Exception, GeneratorExit):
         raise
-    except BaseException as error:  # it would end the event loop, and with it every rollout
+    except BaseException as error:  # would end the event loop, and with it every rollout
         raise RuntimeError(f"the environment raised {type(error).__name__}: {error}") from error
     if not isinstance(rollout, Rollout):
         raise TypeError(f"the environment returned a {type(rollout).__name__}; expected a Rollout")
@@ -171,25 +173,25 @@ async def run_group(
     progress: Progress | None = None,
     health: EngineHealth | None = None,
 ) -> Group:
-    """Run ``size`` rollouts of ``task`` at once.
+    """Run ``size`` rollouts of ``task`` concurrently and return those that succeeded.
 
-    A rollout that fails is played again, up to ``retries`` times. The group closes when all have
-    ended, or at its deadline, with those that succeeded if they are at least ``min_size`` (all
-    of them by default). As soon as that can't be reached any more, the rest is cancelled.
+    A rollout that fails is played again, up to ``retries`` times. The group closes when all
+    rollouts have ended, or at its deadline. It needs at least ``min_size`` successful rollouts
+    (by default all); as soon as it can't reach them, the other rollouts are cancelled.
 
-    With ``health``, rollouts wait while the engine fails (the deadline is extended by as much),
-    and its failures are not theirs; without it, they are.
+    With ``health``, rollouts wait while the engine fails: the deadline is extended by that time,
+    and the engine's failures do not count as theirs. Without ``health``, they do.
 
     Raises:
-        GroupFailed: too few rollouts survived: ``reason`` is ``"failed"``, ``"timeout"`` if the
+        GroupFailed: too few rollouts survived. ``reason`` is ``"failed"``, ``"timeout"`` if the
             deadline passed, or ``"engine"`` if the engine failed. The last failure is its cause.
-        RewardError: at once: a mistake in the experiment, which no retry can correct.
+        RewardError: at once, because no retry can correct this mistake in the experiment.
     """
     needed = size if min_size is None else min_size
     progress = Progress() if progress is None else progress
     rollouts = [
         asyncio.create_task(
-            play(
+            run_rollout(
                 environment,
                 task,
                 engine,
@@ -229,13 +231,13 @@ async def run_group(
             late = size - len(survivors) - len(failures)
             text += f" and {late} had not ended after {timeout_s:g} s"
         if failures:
-            text += f"; the last: {located(failures[-1])}"
+            text += f"; the last error: {located(failures[-1])}"
         raise GroupFailed(text, reason=reason) from (failures[-1] if failures else None)
     return Group(task_id=task_id, rollouts=survivors, environment=str(task.get("environment", "")))
 
 
 class Deadline:
-    """The end of the time of a group or a play, in which outages of the engine do not count."""
+    """The deadline of a group or a rollout; the time of the engine's outages does not count."""
 
     def __init__(self, timeout_s: float | None, health: EngineHealth | None) -> None:
         self.timeout_s = timeout_s
@@ -252,10 +254,10 @@ class Deadline:
     async def wait(
         self, tasks: "Collection[asyncio.Task[T]]"
     ) -> "tuple[set[asyncio.Task[T]], set[asyncio.Task[T]]]":
-        """Wait until one of ``tasks`` has ended, or it may be over; returns those done, and not."""
+        """Wait until one of ``tasks`` has ended or time may be up; return (done, pending) tasks."""
         left_s = self._left_s
         if left_s is not None:
-            left_s = max(left_s, POLL_S)  # during an outage it stays the same, however little
+            left_s = max(left_s, POLL_S)  # an outage can freeze the time left close to 0
         return await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     @property
@@ -267,16 +269,17 @@ class Deadline:
 
 
 async def finish_by(deadline: Deadline, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, which is cancelled at its deadline.
+    """Return the result of a coroutine; cancel it at its deadline.
 
     Raises:
-        TimeoutError: it was. Otherwise what the coroutine raises.
+        TimeoutError: the deadline passed.
+        Exception: what the coroutine raises.
     """
     task = asyncio.create_task(coroutine)
     try:
         while not task.done():
             if deadline.over:
-                raise TimeoutError(f"it had not ended after {deadline.timeout_s:g} s")
+                raise TimeoutError(f"the rollout had not ended after {deadline.timeout_s:g} s")
             await deadline.wait([task])
         return task.result()
     finally:
@@ -285,15 +288,16 @@ async def finish_by(deadline: Deadline, coroutine: Coroutine[Any, Any, T]) -> T:
 
 def _failure(task: "asyncio.Task[Rollout]") -> BaseException | None:
     if task.cancelled():  # not by us: a library inside the environment gave up
-        return RuntimeError("the rollout was cancelled from within")
+        return RuntimeError("the rollout was cancelled from within the environment")
     return task.exception()
 
 
 async def results_of(tasks: Sequence["asyncio.Task[T]"]) -> list[T]:
-    """The results of all tasks, or the first failure; the others are then cancelled.
+    """Return the results of all tasks, or raise the first failure and cancel the other tasks.
 
-    So they are where this is cancelled: each once, as a second time would cut its cleanup off
-    (``asyncio.gather`` cancels them as well, and waits for the first to end).
+    If this is cancelled, it cancels each task exactly once and waits for all of them, since a
+    second cancellation would cut off a task's cleanup. (``asyncio.gather`` cancels the tasks as
+    well, but waits only for the first to end.)
     """
     try:
         if tasks:
@@ -304,24 +308,24 @@ async def results_of(tasks: Sequence["asyncio.Task[T]"]) -> list[T]:
 
 
 async def cancel_all(tasks: Collection["asyncio.Task[Any]"], *, timeout_s: float) -> None:
-    """Cancel tasks and wait until they have cleaned up; one that does not end is abandoned."""
+    """Cancel tasks and wait until they have cleaned up; abandon tasks that do not end in time."""
     for task in tasks:
         task.cancel()
     await wait_until_ended(tasks, timeout_s=timeout_s)
 
 
 def cancel_once(task: "asyncio.Task[None]") -> None:
-    """Cancel a task that may have been cancelled before: a second time would cut its cleanup off.
+    """Cancel a task, unless it was cancelled before: a second time would cut off its cleanup.
 
-    For tasks of this package alone: ``asyncio.timeout``, as environments use it, cancels the task
-    too, and would hide that this has not.
+    Use it only for tasks that this package creates. ``asyncio.timeout``, which environments use,
+    also cancels its task, and would hide that this function has not cancelled it.
     """
     if not task.cancelling():
         task.cancel()
 
 
 async def wait_until_ended(tasks: Collection["asyncio.Task[Any]"], *, timeout_s: float) -> None:
-    """Wait for tasks that were cancelled; one that does not end is abandoned."""
+    """Wait for cancelled tasks; abandon those that do not end in time."""
     waiting = [task for task in tasks if not task.done()]
     if waiting:
         await asyncio.wait(waiting, timeout=timeout_s)

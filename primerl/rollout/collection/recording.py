@@ -1,7 +1,7 @@
 """Lossless encoding of groups, for recordings and the worker's state.
 
-A recording is one MessagePack map, ``{"format", "version", "steps"}``, in which a per-token array
-is ``{"dtype", "data"}``: numpy's name of a little-endian type, and the raw bytes.
+A recording is one MessagePack map, ``{"format", "version", "steps"}``. A per-token array in it is
+``{"dtype", "data"}``: numpy's name of a little-endian dtype, and the raw bytes.
 """
 
 import os
@@ -31,7 +31,7 @@ class _Array(msgspec.Struct, forbid_unknown_fields=True):
     data: bytes
 
 
-class _Sample(msgspec.Struct, forbid_unknown_fields=True):
+class _SampleRecord(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: _Array
     loss_mask: _Array
     behavior_logprobs: _Array
@@ -41,8 +41,8 @@ class _Sample(msgspec.Struct, forbid_unknown_fields=True):
     observation_mask: _Array | None = None
 
 
-class _Rollout(msgspec.Struct, forbid_unknown_fields=True):
-    samples: list[_Sample]
+class _RolloutRecord(msgspec.Struct, forbid_unknown_fields=True):
+    samples: list[_SampleRecord]
     reward: float
     metrics: dict[str, bool | int | float]
     stop: str
@@ -51,9 +51,9 @@ class _Rollout(msgspec.Struct, forbid_unknown_fields=True):
     conversation: dict[str, Any] | None = None
 
 
-class _Group(msgspec.Struct, forbid_unknown_fields=True):
+class _GroupRecord(msgspec.Struct, forbid_unknown_fields=True):
     task_id: str
-    rollouts: list[_Rollout]
+    rollouts: list[_RolloutRecord]
     environment: str
 
 
@@ -62,12 +62,12 @@ class _Header(msgspec.Struct):
     version: int
 
 
-class _Recording(_Header):
-    steps: list[list[_Group]]
+class _RecordingFile(_Header):
+    steps: list[list[_GroupRecord]]
 
 
 def save_groups(path: str | os.PathLike[str], steps: Sequence[Sequence[Group]]) -> None:
-    """Record groups in a new file, all or nothing: ``steps[i]`` are those of policy step i.
+    """Record groups in a new file, atomically; ``steps[i]`` holds the groups of policy step i.
 
     Raises:
         ValueError: a group cannot be recorded exactly, or the file exists.
@@ -85,18 +85,18 @@ def save_groups(path: str | os.PathLike[str], steps: Sequence[Sequence[Group]]) 
 
 
 def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:
-    """The groups of each policy step, as ``save_groups`` recorded them.
+    """Load the groups of each policy step, as ``save_groups`` recorded them.
 
     Raises:
-        ValueError: the file is not a recording, of another version, or damaged.
-        OSError: it cannot be read.
+        ValueError: the file is not a recording, has another format version, or is damaged.
+        OSError: the file cannot be read.
     """
     content = Path(path).read_bytes()
     try:
         header = msgspec.msgpack.decode(content, type=_Header)
     except msgspec.DecodeError as error:
         raise ValueError(
-            f"{path} is no whole recording of groups, as rollout.save_groups writes it: {error}"
+            f"{path} is not a complete recording of groups by rollout.save_groups: {error}"
         ) from error
     if header.format != FORMAT or header.version != VERSION:
         raise ValueError(
@@ -104,17 +104,17 @@ def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:
             f"primerl reads {FORMAT!r}, version {VERSION}"
         )
     try:
-        steps = msgspec.msgpack.decode(content, type=_Recording).steps
+        steps = msgspec.msgpack.decode(content, type=_RecordingFile).steps
         return [[_group(group) for group in groups] for groups in steps]
-    except ValueError as error:  # msgspec's own are ValueErrors too
+    except ValueError as error:  # msgspec's errors are ValueErrors, too
         raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def encode_group(group: Group) -> dict[str, Any]:
-    """A group as a dict of builtins and bytes, which MessagePack encodes losslessly.
+    """Return a group as a dict of builtins and bytes, which MessagePack encodes losslessly.
 
     Raises:
-        ValueError: a sample is of a subclass, whose additional fields would be lost.
+        ValueError: a sample has a subclass of ``Sample``, whose additional fields would be lost.
     """
     for sample in group.samples:
         if type(sample) is not Sample:
@@ -125,26 +125,26 @@ def encode_group(group: Group) -> dict[str, Any]:
 
 
 def decode_group(encoded: dict[str, Any]) -> Group:
-    """The group that ``encode_group`` encoded.
+    """Return the group that ``encode_group`` encoded.
 
     Raises:
-        ValueError: an entry is missing, unknown or malformed; the message says which.
+        ValueError: an entry is missing, unknown or malformed; the message names it.
     """
     try:
-        return _group(msgspec.convert(encoded, type=_Group))
+        return _group(msgspec.convert(encoded, type=_GroupRecord))
     except ValueError as error:
-        raise ValueError(f"no encoded group: {error}") from error
+        raise ValueError(f"the content is no encoded group: {error}") from error
 
 
 def _plain(_: Any, field: Any, value: Any) -> Any:
-    """A value as builtins; ``field`` is None for an entry of a list or a mapping."""
+    """Convert a value to builtins; ``field`` is None for an entry of a list or a mapping."""
     if isinstance(value, np.ndarray):
         dtype = DTYPES[field.name]
         return {"dtype": dtype, "data": value.astype(dtype).tobytes()}
     return float(value) if field is not None and field.name == "temperature" else value
 
 
-def _group(encoded: _Group) -> Group:
+def _group(encoded: _GroupRecord) -> Group:
     return Group(
         task_id=encoded.task_id,
         rollouts=[
@@ -163,7 +163,7 @@ def _group(encoded: _Group) -> Group:
     )
 
 
-def _sample(encoded: _Sample) -> Sample:
+def _sample(encoded: _SampleRecord) -> Sample:
     arrays: dict[str, Any] = {name: _array(name, getattr(encoded, name)) for name in DTYPES}
     return Sample(**arrays, temperature=encoded.temperature, routes=encoded.routes or ())
 
@@ -175,6 +175,6 @@ def _array(name: str, encoded: _Array | None) -> np.ndarray | None:
         raise ValueError(f"{name} has dtype {encoded.dtype!r}, expected {DTYPES[name]!r}")
     if len(encoded.data) % np.dtype(encoded.dtype).itemsize:
         raise ValueError(
-            f"{name} has {len(encoded.data)} bytes, no whole number of {encoded.dtype}"
+            f"{name} has {len(encoded.data)} bytes, not a whole number of {encoded.dtype}"
         )
     return np.frombuffer(encoded.data, encoded.dtype)

@@ -1,4 +1,4 @@
-"""The scheduler: starts groups as far ahead of training as the bound allows, and ends them."""
+"""The scheduler: starts groups as far ahead of training as the staleness bound allows."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from primerl.rollout.collection.groups import (
     cancel_once,
     run_group,
 )
-from primerl.rollout.collection.plan import CollectionPlan
+from primerl.rollout.collection.settings import CollectionSettings
 from primerl.rollout.collection.verification import UNVERIFIED
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
@@ -27,13 +27,13 @@ from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.tasks.streams import TaskStream
 from primerl.types import Group, PolicyVersion
 
-POLL_S = 0.01  # how soon a newly served version is noticed
+POLL_S = 0.01  # the delay within which a newly served version is noticed
 
 log = logging.getLogger(__name__)
 
 
 class GroupScheduler:
-    """Draws tasks, runs their groups, and hands them to the buffer, which says what may start."""
+    """Draws tasks, runs their groups, and puts the groups into the buffer."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class GroupScheduler:
         engine: Engine,
         health: EngineHealth,
         buffer: Buffer,
-        plan: CollectionPlan,
+        plan: CollectionSettings,
     ) -> None:
         self.error: Exception | None = None
-        """What has stopped the run, if anything has."""
+        """The error that has stopped the run, if any."""
         self.max_rollouts = math.inf
-        """The most rollouts in flight; at least one group always is."""
+        """The maximum number of rollouts in flight; one group may always run."""
         self.idle_s = 0.0
-        """Time in which no group was in flight."""
+        """Seconds in which no group was in flight."""
         self.counters = Counters(
             groups_per_step=plan.groups_per_step, quarantine_after=plan.quarantine_after
         )
@@ -60,7 +60,7 @@ class GroupScheduler:
         self._health = health
         self._buffer = buffer
         self._plan = plan
-        self._again: deque[Task] = deque()  # drawn tasks that are to be started next
+        self._again: deque[Task] = deque()  # drawn tasks, to be started before new ones
         self._drawn_all = False
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._last_failure: GroupFailed | None = None
@@ -68,16 +68,16 @@ class GroupScheduler:
 
     @property
     def in_flight(self) -> list["asyncio.Task[None]"]:
-        """The groups that are being run."""
+        """The asyncio tasks of the groups in flight."""
         return list(self._in_flight)
 
     @property
     def rollouts_in_flight(self) -> int:
-        """Of all groups that are being run."""
+        """The number of rollouts in all groups in flight."""
         return len(self._in_flight) * self._plan.group_size
 
     def limit_rollouts(self, most: float) -> None:
-        """Start no group beyond ``most`` rollouts in flight."""
+        """Start no group that would exceed ``most`` rollouts in flight."""
         self.max_rollouts = most
         self.notify_change()
 
@@ -87,10 +87,10 @@ class GroupScheduler:
         return self._drawn_all and not self._again
 
     def draw_first(self) -> None:
-        """Draw a task ahead of time.
+        """Draw a task ahead of time, to check that there is one.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no tasks.
         """
         if not self._again:
             first = self._draw()
@@ -100,7 +100,7 @@ class GroupScheduler:
                 raise ValueError("there are no tasks; pass at least one mapping with a 'prompt'")
 
     async def run(self) -> None:
-        """Start groups as the bound allows, until cancelled; errors stop the run."""
+        """Start groups as the bound allows, until cancelled; an error stops the run."""
         try:
             while True:
                 while self.error is None and (task := self._next_task()) is not None:
@@ -108,7 +108,7 @@ class GroupScheduler:
                     progress = Progress()
                     group = asyncio.create_task(self._run_group(task, progress))
                     self._in_flight[group] = (task, progress)
-                    await asyncio.sleep(0)  # hundreds starting at once would block the event loop
+                    await asyncio.sleep(0)  # starting hundreds at once would block the event loop
                 idle = not self._in_flight
                 began = time.monotonic()
                 await self.wait_for_change(POLL_S)
@@ -116,7 +116,7 @@ class GroupScheduler:
                     self.idle_s += time.monotonic() - began
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # of a task stream, say; take() raises it again
+        except BaseException as error:  # for example, of a task stream; take() raises it again
             self._stop(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     def cancel_unusable(self, version: PolicyVersion) -> None:
@@ -138,23 +138,23 @@ class GroupScheduler:
                     cancel_once(group)
 
     def oldest_versions(self) -> list[PolicyVersion]:
-        """The oldest version that each group in flight may have sampled with."""
+        """Return, for each group in flight, the oldest version that may have sampled it."""
         served = self._engine.version
         return [progress.oldest_version(served) for _, progress in self._in_flight.values()]
 
     def notify_change(self) -> None:
-        """Wake up what waits for a change."""
+        """Wake up ``wait_for_change``."""
         self._changed.set()
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until a group has ended or a version is served, at most ``timeout_s``."""
+        """Wait for a notified change (a group ended, a new version), at most ``timeout_s``."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
 
     def state(self) -> dict[str, Any]:
-        """The stream's state, the counts, and tasks that have to be started again."""
+        """Return the task stream's state, the counts, and the tasks to start again."""
         in_flight = [task for task, _ in self._in_flight.values()]
         return {
             "tasks": self._tasks.state(),
@@ -170,7 +170,7 @@ class GroupScheduler:
 
     def _next_task(self) -> Task | None:
         if self._buffer.verification.newest_rejected:
-            return None  # nothing that engines sample now could be trained
+            return None  # tokens sampled now could not be trained
         size = self._plan.group_size
         if self._in_flight and (len(self._in_flight) + 1) * size > self.max_rollouts:
             return None
@@ -179,7 +179,7 @@ class GroupScheduler:
         return self._again.popleft() if self._again else self._draw()
 
     def _draw(self) -> Task | None:
-        """The next task that is not in quarantine; None when there are no more."""
+        """Return the next task that is not in quarantine; None if there are no more."""
         for _ in range(self.counters.max_skips):
             task = self._tasks.draw()
             if task is None:
@@ -190,12 +190,13 @@ class GroupScheduler:
             self.counters.skipped += 1
         some = ", ".join(self.counters.quarantined[:5])
         raise RuntimeError(
-            f"every task is in quarantine, having failed {self._plan.quarantine_after} times "
-            f"({some} ...); errors: {dict(self.counters.errors)}; the last: {self._last_failure}"
+            f"every task is in quarantine after {self._plan.quarantine_after} failed groups each "
+            f"({some} ...); errors: {dict(self.counters.errors)}; the last failure: "
+            f"{self._last_failure}"
         ) from self._last_failure
 
     async def _run_group(self, task: Task, progress: Progress) -> None:
-        """Run one group and store it; a failure is data, counted by name."""
+        """Run one group and store it; count a failure by name instead of raising it."""
         try:
             progress.begun = True
             if progress.rejected:
@@ -221,9 +222,9 @@ class GroupScheduler:
             self._buffer.drop(failure.reason, tokens=progress.tokens)
             if failure.reason != ENGINE:
                 self._end_failed(task, failure)
-            elif self._health.reason is not None:  # or groups would end as soon as they begin
+            elif self._health.reason is not None:  # further groups would fail at once
                 self._stop(EngineFailed(self._health.reason))
-        except Exception as error:  # a RewardError or an unforeseen one: the run cannot continue
+        except Exception as error:  # a RewardError, or unforeseen: the run cannot continue
             self._buffer.drop(FAILED, tokens=progress.tokens)
             self._stop(error)
         else:
@@ -236,7 +237,7 @@ class GroupScheduler:
             self.notify_change()
 
     def _end(self, task: Task, group: Group) -> None:
-        if self._buffer.has_rejected_tokens(group):  # the curriculum must not learn from it either
+        if self._buffer.has_rejected_tokens(group):  # nor may the curriculum learn from the group
             self._buffer.drop(UNVERIFIED, tokens=len(group.versions))
             return
         self.counters.add_success(group)

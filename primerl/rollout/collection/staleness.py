@@ -1,11 +1,11 @@
-"""Staleness, exactly: pure arithmetic, no state.
+"""Arithmetic of staleness: pure functions without state.
 
-``take(version=v)`` hands out a batch that will be applied to weights v; a token's staleness is v
+``take(version=v)`` returns a batch that will be applied to weights v. A token's staleness is v
 minus the version of the weights that sampled it. Two rules keep it within ``max_staleness``:
 
 - *Admission* bounds what is started. While the engine serves version s, at most
   ``(s + 1 + max_staleness) * groups_per_step`` groups, less those dropped, have been started:
-  enough for every step that may still train on tokens of version s, and no more.
+  just enough for every step that may still train on tokens of version s.
 - *Taking* enforces the bound. A straggler may finish late; a group that is too old is dropped,
   counted and replaced.
 """
@@ -20,10 +20,10 @@ from primerl.types import Group, PolicyVersion, Rollout, Sample
 def may_start(
     *, started: int, dropped: int, served: int, groups_per_step: int, max_staleness: int
 ) -> bool:
-    """Whether one more group may be started.
+    """Return whether one more group may be started.
 
-    ``started - dropped < (served + 1 + max_staleness) * groups_per_step``, with ``served`` the
-    version that the slowest engine serves.
+    This is ``started - dropped < (served + 1 + max_staleness) * groups_per_step``, where ``served``
+    is the version of the slowest server.
     """
     return started - dropped < (served + 1 + max_staleness) * groups_per_step
 
@@ -35,10 +35,10 @@ def must_wait(
     groups_per_step: int,
     max_staleness: int,
 ) -> bool:
-    """Whether step ``version`` now would leave more groups behind than later steps can train.
+    """Return whether step ``version``, if taken now, would leave more groups than can be trained.
 
-    ``behind`` has, for each group that the step would leave, its oldest version, and whether it may
-    become ready only later.
+    ``behind`` has a pair for each group that the step would leave behind: its oldest version, and
+    whether the group may become ready only later.
     """
     any_late = False
     for position, (oldest, late) in enumerate(sorted(behind), start=1):
@@ -50,22 +50,22 @@ def must_wait(
 
 
 def oldest_version(group: Group) -> PolicyVersion | None:
-    """The version of the group's oldest token to be trained; None if it has no such token."""
+    """Return the version of the group's oldest token to be trained; None without such a token."""
     versions = group.versions
     return int(versions.min()) if len(versions) else None
 
 
 def without_stale_tokens(group: Group, oldest: PolicyVersion) -> Group:
-    """The group with only tokens of ``oldest`` or later to train, without emptied samples."""
+    """Return the group with tokens before ``oldest`` masked, and without emptied samples."""
     return attrs.evolve(group, rollouts=[_only_fresh(one, oldest) for one in group.rollouts])
 
 
 def check_schedule(*, publish_every: int, max_staleness: int, groups_per_step: int) -> None:
-    """Refuse a schedule that would stall.
+    """Check that a schedule does not stall.
 
     Raises:
-        ValueError: a count is out of range, or the trainer would reach the bound before it
-            publishes: ``publish_every > max_staleness + 1``.
+        ValueError: a count is out of range, or the trainer would reach the staleness bound before
+            it publishes: ``publish_every > max_staleness + 1``.
     """
     if max_staleness < 0:
         raise ValueError(

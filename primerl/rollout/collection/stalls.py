@@ -1,8 +1,8 @@
-"""Why a step can't be filled: at once, or after waiting for too long.
+"""Reasons why a step can't be filled: found at once, or after a timeout without progress.
 
-A wait for a step makes progress only when one more group is ready that the step can use. Groups
-that are refused, too old, too new or failed make none, however many they are, so no mixture of
-them can keep a trainer waiting past its deadline.
+A wait makes progress only when one more group is ready that the step can use. Groups that are
+refused, too old, too new or failed are no progress, however many there are, so they can't keep a
+trainer waiting past its deadline.
 """
 
 import time
@@ -22,9 +22,9 @@ def unfillable(
     tasks_exhausted: bool,
     max_refused: int,
 ) -> str | None:
-    """Why no waiting could fill step ``version``; None if waiting might.
+    """Return why waiting could never fill step ``version``; None if it might.
 
-    ``buffer.reserve`` has just found too few groups for it, and engines serve version ``served``.
+    ``buffer.reserve`` has just found too few groups for the step; engines serve version ``served``.
     """
     if version - served > buffer.max_staleness:
         return (
@@ -36,29 +36,30 @@ def unfillable(
         return (
             f"the engine serves version {served}, newer than the weights of version {version} "
             f"that the step is for, so no further rollout could be used; call take(version="
-            f"{served}) if those are the trainer's weights, or resume from the checkpoint of "
-            f"version {served}; to train from version {version}, start a new engine (and its "
-            "servers anew) and publish to it"
+            f"{served}) if the trainer has those weights, or resume from the checkpoint of "
+            f"version {served}; to train from version {version}, restart the servers, create a "
+            "new engine and publish to it"
         )
     if buffer.refusals.in_a_row >= max_refused:
         return (
             f"{buffer.refusals.describe()} and kept none; {buffer.refusals.describe_rewards()}. "
-            "Expected groups that the filters keep: has_signal wants rewards that differ within a "
-            "group. Where all are low, see whether the reward reads the replies rightly, and they "
-            "are not cut (max_tokens); then take easier tasks, give part of the reward for part of "
-            "the work, begin with supervised fine-tuning, or make groups larger. Where all are "
-            f"high, take harder tasks. Where so few are kept, raise max_refused ({max_refused})"
+            "Expected groups that the filters keep; has_signal keeps groups whose rewards differ. "
+            "If all rewards are low, check that the reward parses the replies correctly and that "
+            "replies are not cut (max_tokens); then use easier tasks, give partial rewards, begin "
+            "with supervised fine-tuning, or make groups larger. If all rewards are high, use "
+            "harder tasks. If filters are meant to keep so few groups, raise max_refused "
+            f"({max_refused})"
         )
     if buffer.in_flight or buffer.awaiting_verification or buffer.verification.newest_rejected:
         return None
     if tasks_exhausted:
-        return "the tasks ran out and could not be iterated again; pass a list, not an iterator"
+        return "the tasks ran out and can't be iterated again; pass a list, not an iterator"
     if not buffer.may_start(served=served):
         return (
             f"{buffer.trained} groups were taken since version {buffer.first_version}, "
-            f"{buffer.buffered} of {buffer.groups_per_step} are there, and while the engine serves "
-            f"version {served} the bound admits no others; take one step of each version, and "
-            "publish before the next"
+            f"{buffer.buffered} of {buffer.groups_per_step} are buffered, and while the engine "
+            f"serves version {served} the staleness bound admits no others; take one step per "
+            "version, and publish before the next step"
         )
     return None
 
@@ -69,19 +70,19 @@ class StallTimer:
 
     timeout_s: float
     dropped: Counter[str]
-    """The buffer's counts at the beginning of the wait."""
+    """The buffer's counts of dropped groups at the beginning of the wait."""
     _ready: int = 0
     _since: float = attrs.Factory(time.monotonic)
 
     def update(self, ready: int) -> bool:
-        """Record how many groups the step can use; returns whether there is time left."""
+        """Record how many groups the step can use; return whether there is time left."""
         if ready > self._ready:
             self._since = time.monotonic()
         self._ready = ready
         return time.monotonic() - self._since <= self.timeout_s
 
     def describe(self, buffer: Buffer, served: PolicyVersion) -> str:
-        """What became of the groups during the wait."""
+        """Return what happened to the groups during the wait, for an error message."""
         lost = dict(buffer.dropped - self.dropped)
         text = (
             f"{buffer.in_flight} groups are in flight, {buffer.buffered} buffered, and {lost} "
@@ -90,7 +91,7 @@ class StallTimer:
         refused = {name: count for name, count in lost.items() if name in buffer.filters}
         if refused:
             names = ", ".join(f"{name!r} refused {count}" for name, count in refused.items())
-            text += f"; of the filters, {names}; {buffer.refusals.describe_rewards()}"
+            text += f"; filters: {names}; {buffer.refusals.describe_rewards()}"
         if buffer.verification.newest_rejected:
             text += "; the newest version was rejected: publish it again and verify it"
         if waiting := buffer.awaiting_verification:

@@ -1,4 +1,4 @@
-"""Which versions are verified: engines that report one really serve the trainer's weights."""
+"""Verification of versions: whether an engine that reports a version really serves its weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +12,11 @@ UNVERIFIED = "unverified"
 
 
 class VersionVerification:
-    """Which versions are verified and which rejected; all others are provisional.
+    """The sets of verified and rejected versions; all other versions are provisional.
 
     Args:
-        required: if not, every version counts as verified. None: from the first ``mark`` on.
+        required: False: every version counts as verified. None: verification is required from the
+            first ``mark`` on.
     """
 
     def __init__(self, *, required: bool | None) -> None:
@@ -24,7 +25,7 @@ class VersionVerification:
         self._rejected: set[PolicyVersion] = set()
 
     def mark(self, version: PolicyVersion, *, verified: bool) -> None:
-        """Record the outcome for a version; a later one replaces it.
+        """Record whether a version is verified or rejected; a later call replaces the outcome.
 
         Raises:
             ValueError: no verification is required.
@@ -43,28 +44,28 @@ class VersionVerification:
 
     @property
     def newest_rejected(self) -> bool:
-        """Whether the newest version with an outcome was rejected: nothing may be sampled now."""
+        """Whether the newest marked version was rejected: then nothing may be sampled."""
         if not self._rejected:
             return False
         return max(self._rejected) > max(self._verified, default=-1)
 
     def any_rejected(self, versions: Iterable[PolicyVersion]) -> bool:
-        """Whether one of the versions was rejected."""
+        """Return whether one of the versions was rejected."""
         return not self._rejected.isdisjoint(versions)
 
     def provisional(self, versions: Iterable[PolicyVersion]) -> set[PolicyVersion]:
-        """Those of the versions that are neither verified nor rejected yet."""
+        """Return the versions that are neither verified nor rejected yet."""
         return set(versions) - self._verified - self._rejected if self.required else set()
 
     def versions_of(self, group: Group) -> frozenset[PolicyVersion]:
-        """Every version that sampled a token of the group; empty where none is ever required."""
+        """Return every version that sampled a token of the group; none if ``required`` is False."""
         if self.required is False:
             return frozenset()
         found = {int(v) for sample in group.samples for v in np.unique(sample.versions)}
         return frozenset(found - {NOT_SAMPLED})
 
     def state(self) -> dict[str, Any]:
-        """The outcomes, as builtins."""
+        """Return the outcomes, as builtins."""
         return {
             "required": self.required,
             "verified": sorted(self._verified),

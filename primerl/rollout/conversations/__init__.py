@@ -1,1 +1,1 @@
-"""Token-exact conversations: sampled tokens go back to the engine as they are."""
+"""Token-exact conversations: sampled tokens are fed back to the engine unchanged."""

@@ -1,4 +1,7 @@
-"""Engine calls: what each prompt adds to the call before it, and the samples of a tree of calls."""
+"""Engine calls, which form trees, and the training samples that are stitched from them.
+
+A call holds only the prompt tokens that follow its parent's tokens.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,45 +14,46 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.types import NOT_SAMPLED, Completion, Sample, SamplingParams
 
 LARGEST_SHARED = 1 << 20
-"""Above the size of any vocabulary: a larger id must not fill the memory."""
+"""Ids below this bound are cached; it exceeds any vocabulary, and limits the cache's memory."""
 _INTEGERS: list[int] = []
 
 
 class ContextFull(ValueError):
-    """The prompt leaves no room for a reply."""
+    """Raised when a prompt leaves no room for a reply in the engine's context."""
 
 
 def int32(values: Any) -> np.ndarray:
-    """Token ids as an array that can't be written."""
+    """Return token ids as a read-only int32 array."""
     array: np.ndarray = np.array(values, np.int32)
     array.setflags(write=False)
     return array
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Call:
-    """One engine call: the prompt's tokens that are new, and the completion.
+class EngineCall:
+    """One engine call: the new tokens of its prompt, and the completion.
 
-    The engine saw the tokens of ``parent``, its completion, and then ``new_ids``; without a parent,
-    ``new_ids`` are the whole prompt. Calls that share a parent are branches. ``agent`` names who
-    asked, in rollouts of several agents. ``filled_context`` says that the completion was cut
-    because the context left less room than was asked for.
+    The prompt consists of the prompt of ``parent``, the completion of ``parent``, and ``new_ids``.
+    Without a parent, ``new_ids`` is the whole prompt. Calls that share a parent are branches.
+    ``agent`` names the agent that made the call, in rollouts of several agents. If
+    ``filled_context`` is true, the completion was cut off because the context left less room than
+    was requested.
     """
 
     new_ids: Int32[np.ndarray, " t"] = attrs.field(converter=int32)
     completion: Completion
-    parent: "Call | None" = None
+    parent: "EngineCall | None" = None
     agent: str = "policy"
     filled_context: bool = False
 
     @property
     def stop(self) -> str:
-        """How the completion ended: ``"stop"``, ``"length"``, or ``"context"``."""
+        """How the completion ended: ``"stop"``, ``"length"``, or ``"context"`` if that was full."""
         return "context" if self.filled_context else self.completion.finish_reason
 
     @property
-    def path(self) -> list["Call"]:
-        """The calls whose tokens the prompt holds, in order; this call is the last."""
+    def path(self) -> list["EngineCall"]:
+        """The chain of calls from the first one, which has no parent, to this call."""
         path, call = [self], self.parent
         while call is not None:
             path.append(call)
@@ -58,14 +62,14 @@ class Call:
 
     @property
     def token_ids(self) -> Int32[np.ndarray, " t"]:
-        """The prompt and the completion."""
+        """The tokens of the whole prompt and of the completion."""
         parts = [part for call in self.path for part in (call.new_ids, call.completion.token_ids)]
         tokens: np.ndarray = np.concatenate(parts)
         return tokens
 
     @property
     def prompt_ids(self) -> Int32[np.ndarray, " t"]:
-        """The tokens that the engine saw."""
+        """The tokens of the whole prompt."""
         return self.token_ids[: -len(self.completion.token_ids)]
 
 
@@ -74,19 +78,20 @@ async def sample_call(
     prompt_ids: list[int],
     params: SamplingParams,
     *,
-    parent: Call | None,
+    parent: EngineCall | None,
     new: int,
     session: str | None = None,
     agent: str = "policy",
-) -> Call:
+) -> EngineCall:
     """Sample a completion of ``prompt_ids``, whose last ``new`` tokens follow the call ``parent``.
 
-    The completion is as long as the context allows. Expert routes are asked for from the first
-    token on that has none: the last token of ``parent`` went through no forward pass.
+    ``params.max_tokens`` is lowered to the room that the context leaves. Expert routes are
+    requested from the first token that has none yet: the last token of ``parent``, which was
+    sampled but has not been through a forward pass.
 
     Raises:
-        ContextFull: the prompt leaves no room.
-        Exception: what the engine raises.
+        ContextFull: the prompt leaves no room for a completion.
+        Exception: any error of the engine.
     """
     room = engine.context_length - len(prompt_ids)
     if room < 1:
@@ -104,7 +109,7 @@ async def sample_call(
         ),
         session=session,
     )
-    return Call(
+    return EngineCall(
         new_ids=prompt_ids[len(prompt_ids) - new :],
         completion=completion,
         parent=parent,
@@ -113,11 +118,14 @@ async def sample_call(
     )
 
 
-# ---- the fewest samples that train each sampled token once ----
+# ---- stitching calls into the fewest samples that train each sampled token once ----
 
 
 def shared_tokens(token_ids: np.ndarray) -> list[int]:
-    """Token ids as a list whose ``int`` objects, of 32 bytes each, all such lists share."""
+    """Return token ids as a list of cached ``int`` objects, which all such lists share.
+
+    An ``int`` object takes 32 bytes, so sharing them saves memory.
+    """
     above = int(token_ids.max(initial=-1)) + 1
     if above > LARGEST_SHARED:
         return [int(token) for token in token_ids]
@@ -126,17 +134,18 @@ def shared_tokens(token_ids: np.ndarray) -> list[int]:
     return [_INTEGERS[token] for token in token_ids.tolist()]
 
 
-def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
-    """The fewest samples in which every completion of ``calls`` follows what the engine saw.
+def stitch(calls: Sequence[EngineCall], *, temperature: float) -> list[Sample]:
+    """Return the fewest samples in which each completion follows the prompt that the engine saw.
 
-    One sample for each call that no other one extends, with the calls that it extends. What several
-    samples share is trained in the first of them only, so each sampled token is trained once, with
-    its own logprob and version. What came between a call and the one that it extends is observed,
-    in the same sample. Expert routes are those of all of a sample's calls. A parent that is not in
-    ``calls`` is context, and not trained.
+    There is one sample for each call that no other call extends; it holds that call and all calls
+    before it on its path. Tokens that several samples share are trained only in the first of them,
+    so each sampled token is trained once, with its own logprob and version. The tokens between a
+    parent's completion and the next completion are marked in the ``observation_mask`` of the sample
+    that trains that completion. A sample has the expert routes of all of its calls. A parent that
+    is not in ``calls`` serves as context, and is not trained.
 
     Raises:
-        ValueError: a completion is empty, so that there is nothing to train; or two calls are one.
+        ValueError: a completion is empty, so there is nothing to train; or a call is listed twice.
     """
     if len({id(call) for call in calls}) < len(calls):
         raise ValueError("a call is listed twice; its tokens would be trained twice")
@@ -144,8 +153,8 @@ def stitch(calls: Sequence[Call], *, temperature: float) -> list[Sample]:
     return [_sample(leaf, untrained, temperature) for leaf in _leaves(calls)]
 
 
-def _leaves(calls: Sequence[Call]) -> Iterator[Call]:
-    """The calls that no other of ``calls`` extends."""
+def _leaves(calls: Sequence[EngineCall]) -> Iterator[EngineCall]:
+    """Return the calls that no other of ``calls`` extends."""
     extended: set[int] = set()
     for call in calls:
         parent = call.parent
@@ -155,8 +164,8 @@ def _leaves(calls: Sequence[Call]) -> Iterator[Call]:
     return (call for call in calls if id(call) not in extended)
 
 
-def _sample(leaf: Call, untrained: set[int], temperature: float) -> Sample:
-    """The tokens of ``leaf``'s path; those of ``untrained`` are trained, and leave the set."""
+def _sample(leaf: EngineCall, untrained: set[int], temperature: float) -> Sample:
+    """Return the sample of ``leaf``'s path; remove the calls that it trains from ``untrained``."""
     path = leaf.path
     token_ids = leaf.token_ids
     mask = np.zeros(len(token_ids), np.bool_)

@@ -1,6 +1,6 @@
-"""One conversation of an environment with the policy, as a growing sequence of tokens.
+"""A multi-turn conversation between an environment and the policy, and ``single_turn``.
 
-The simplest environment, of one turn, is here too.
+The conversation is a growing sequence of tokens; ``single_turn`` makes an environment of one turn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.conversations.calls import Call, sample_call, stitch
+from primerl.rollout.conversations.calls import EngineCall, sample_call, stitch
 from primerl.rollout.conversations.messages import Message
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Reward, Task, reward_of
@@ -17,24 +17,26 @@ from primerl.types import Rollout, Sample, SamplingParams
 
 
 class Conversation:
-    """Turns between an environment and the policy, kept as one growing sequence of tokens.
+    """A conversation between an environment and the policy, as one growing sequence of tokens.
 
         chat = Conversation(engine, tokenizer, params)
         reply = await chat.turn([{"role": "user", "content": "What is 2 + 2?"}])
         reply = await chat.turn([{"role": "user", "content": "Are you sure?"}])
         return chat.rollout(reward=float("4" in reply))
 
-    A turn appends only new tokens: the chat template's text between the last reply and the next,
-    then the sampled tokens of the reply. Tokenizing a decoded reply again would train on tokens
-    that the policy never sampled. If the engine records expert routes, each turn asks only for the
-    routes that earlier turns have not recorded, and the sample refers to the routes of all turns.
+    A turn appends only new tokens: those of the chat template's text between the last reply and
+    the next, then the sampled tokens of the reply. Tokenizing a decoded reply again would train on
+    tokens that the policy never sampled. If the engine records expert routes, each turn requests
+    only the routes that earlier turns have not recorded, and the sample refers to the routes of all
+    turns.
 
     Args:
-        engine: samples the replies.
-        tokenizer: a Hugging Face tokenizer. A turn that is a string is a user's message if it has a
-            chat template, and is the text itself if not.
-        params: of every reply. The tokenizer's ``eos_token_id`` always stops a reply as well.
-        session: an id of the conversation, for engines of several replicas.
+        engine: the engine that samples the replies.
+        tokenizer: a Hugging Face tokenizer. If it has a chat template, a turn given as a string is
+            a user message; otherwise the string is appended as it is.
+        params: sampling parameters of every reply. The tokenizer's ``eos_token_id`` also stops a
+            reply.
+        session: an id of the conversation, for engines with several servers.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Conversation:
         stop_token_ids = [token for token in stops if token is not None]
         self.params = attrs.evolve(params, stop_token_ids=stop_token_ids)
         self.token_ids: list[int] = []
-        self._calls: list[Call] = []
+        self._calls: list[EngineCall] = []
         self._engine = engine
         self._tokenizer = tokenizer
         self._session = session
@@ -60,19 +62,19 @@ class Conversation:
     def stop(self) -> str:
         """How the last reply ended: ``"stop"``, ``"length"``, or ``"context"``.
 
-        The last says that the context left less room than ``max_tokens``.
+        ``"context"`` means that the context left less room than ``max_tokens``.
         """
         return self._calls[-1].stop if self._calls else "stop"
 
     async def turn(self, messages: Sequence[Message] | str) -> str:
-        """Append ``messages``, sample a reply and return it as text.
+        """Append ``messages``, sample a reply, and return its text.
 
-        A turn that raises leaves the conversation as it was.
+        If a turn raises an error, the conversation stays as it was.
 
         Raises:
             ContextFull: (a ValueError) the messages leave no room for a reply.
-            ValueError: the tokenizer has no template for the messages.
-            Exception: what the engine raises.
+            ValueError: ``messages`` is a list, but the tokenizer has no chat template.
+            Exception: any error of the engine.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -99,24 +101,26 @@ class Conversation:
         return str(self._tokenizer.decode(reply, skip_special_tokens=True))
 
     def sample(self) -> Sample:
-        """The conversation so far, as one flat sequence.
+        """Return the conversation so far as one sample.
 
         Raises:
             ValueError: no turn has been taken.
         """
         if not self._calls:
-            raise ValueError("the conversation has no reply yet, so there is no sample of it")
+            raise ValueError(
+                "the conversation has no reply yet, so it has no sample; take a turn first"
+            )
         (sample,) = stitch(self._calls, temperature=self.params.temperature)
         return sample
 
     def rollout(self, *, reward: float, metrics: Mapping[str, float] | None = None) -> Rollout:
-        """The finished conversation with its reward."""
+        """Return the finished conversation as a ``Rollout`` with ``reward``."""
         return Rollout(
             samples=[self.sample()], reward=reward, metrics=metrics or {}, stop=self.stop
         )
 
     def _tokens_of(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens that a turn adds before its reply."""
+        """Return the tokens that a turn adds before its reply."""
         if self._calls:
             last = self.token_ids[-1]
             return self._renderer.tokens_appended(last, messages, opening=self._opening)
@@ -124,22 +128,22 @@ class Conversation:
 
 
 def single_turn(tokenizer: Any, *, reward: Reward) -> Environment:
-    """An environment of one prompt and one reply.
+    """Return an environment of one prompt and one reply.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         reward: ``(task, reply) -> number``, or a coroutine function of the same form.
 
-    The task's ``"prompt"`` is a string, or a list of chat messages. A string becomes a user's
-    message if the tokenizer has a chat template, and is the prompt itself if not.
+    The task's ``"prompt"`` is a string, or a list of chat messages. A string becomes a user message
+    if the tokenizer has a chat template; otherwise it is the prompt itself.
 
-    A reward function that fails stops the run with a ``RewardError`` that names the task: it is a
-    mistake in the experiment, which retrying would hide.
+    If the reward function fails, the run stops with a ``RewardError`` that names the task: this is
+    a mistake in the experiment, which retrying would hide.
     """
 
     async def environment(task: Task, engine: Engine, params: SamplingParams) -> Rollout:
         if "prompt" not in task:
-            raise ValueError(f"the task has no 'prompt', only {sorted(task)}")
+            raise ValueError(f"the task has no 'prompt'; its keys are {sorted(task)}")
         chat = Conversation(engine, tokenizer, params)
         reply = await chat.turn(task["prompt"])
         return chat.rollout(reward=await reward_of(reward, task, reply))

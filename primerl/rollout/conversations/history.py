@@ -1,4 +1,4 @@
-"""The conversations of one rollout, as the messages of an agent and as the engine's tokens."""
+"""The tree of conversations in one rollout, which maps an agent's messages to exact tokens."""
 
 import itertools
 import json
@@ -8,26 +8,26 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.conversations.calls import Call, sample_call, shared_tokens, stitch
+from primerl.rollout.conversations.calls import EngineCall, sample_call, shared_tokens, stitch
 from primerl.rollout.conversations.messages import Message, Tools, message_key, valid_unicode
 from primerl.rollout.engines.protocol import Engine
 from primerl.types import Sample, SamplingParams
 
 
 class Unrenderable(ValueError):
-    """The renderer has no tokens for a conversation, such as one whose roles do not alternate."""
+    """Raised when a conversation can't be rendered, for example if its roles do not alternate."""
 
 
 @attrs.define(eq=False)
 class _Place:
-    """A message in the tree of conversations; as a reply of the policy, with its engine call."""
+    """A node in the tree of conversations: a message, and its engine call if it was sampled."""
 
     message: Message | None = None
     above: "_Place | None" = None
     below: dict[tuple[Any, ...], "_Place"] = attrs.Factory(dict)
-    call: Call | None = None
-    tokens: list[int] | None = None  # up to the end of the call, until another call takes the list
-    asked: int = 0  # requests that ended here
+    call: EngineCall | None = None
+    tokens: list[int] | None = None  # up to the end of ``call``; None once another call took them
+    asked: int = 0  # the number of requests whose last message is this one
     extended: bool = False
 
     def next(self, message: Message, key: tuple[Any, ...]) -> "_Place":
@@ -37,18 +37,18 @@ class _Place:
         return place
 
     def take_tokens(self) -> list[int]:
-        """The tokens up to the end of the call, as a list that the caller may extend."""
+        """Return the tokens up to the end of the call, as a list that the caller may extend."""
         tokens, self.tokens = self.all_tokens, None
         return tokens
 
     @property
     def all_tokens(self) -> list[int]:
-        """The tokens up to the end of the call, which the caller may not change."""
+        """The tokens up to the end of the call; the caller must not change the list."""
         assert self.call is not None
         return self.call.token_ids.tolist() if self.tokens is None else self.tokens
 
     def tokens_after(self, rendered: list[int]) -> list[int] | None:
-        """The tokens of a rendering after the end of the call; None if it begins otherwise."""
+        """Return the part of ``rendered`` after the call's tokens; None if it differs before."""
         before = self.all_tokens
         return rendered[len(before) :] if rendered[: len(before)] == before else None
 
@@ -60,10 +60,10 @@ class _Place:
             place = place.above
         return found[::-1]
 
-    def calls(self, last: Call) -> list[Call | None]:
-        """The call that sampled each of ``messages``; ``last`` is the one that ended here.
+    def calls(self, last: EngineCall) -> list[EngineCall | None]:
+        """Return the call that sampled each of ``messages``, or None; ``last`` ended here.
 
-        What ``last`` did not extend was sampled in another branch.
+        A reply before the path of ``last`` begins gets the call that sampled it in another branch.
         """
         path = last.path
         place, found = self, []
@@ -75,19 +75,19 @@ class _Place:
 
 
 _Keyed = tuple[Message, Any, _Place]
-"""A message, its content, and its place."""
+"""A message of the last request, its content, and its node in the tree."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Reply:
-    """The policy's reply to a request.
+    """The policy's reply to one request.
 
-    ``finish_reason`` is ``"stop"``, ``"length"``, or ``"context"`` where the context ended it.
-    ``malformed`` says what is wrong with function calls that can't be executed.
+    ``finish_reason`` is ``"stop"``, ``"length"``, or ``"context"`` if the context was full.
+    ``malformed`` describes what is wrong with each tool call that can't be executed.
     """
 
     message: dict[str, Any]
-    call: Call
+    call: EngineCall
     finish_reason: str
     malformed: list[str]
     prompt_tokens: int
@@ -96,25 +96,27 @@ class Reply:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages up to this reply."""
+        """The messages up to and including this reply."""
         return self._place.messages
 
 
 class History:
-    """Samples replies to messages, and feeds back what was sampled token for token.
+    """The recorded conversations of one rollout, to which the policy's replies are sampled.
 
-    Each request is a whole conversation, as clients of chat APIs send it. It is matched to the
-    longest one that was recorded; of the messages after that only the tokens are added. Where that
-    can't be done, the conversation is rendered anew: a branch, which ``origins`` counts.
+    Sampled tokens are fed back to the engine unchanged. Each request holds a whole conversation, as
+    clients of chat APIs send it. The request is matched to the longest recorded conversation with
+    which it begins, and only the tokens of the messages after that are added. Where this is not
+    possible, the whole request is rendered anew, which begins a branch; ``origins`` counts these
+    cases.
 
     Args:
-        engine: samples the replies.
+        engine: the engine that samples the replies.
         renderer: as ``load_renderer`` returns it; its stop tokens are added to those of ``params``.
-        params: of every reply.
-        session: an id of the rollout, for engines of several replicas.
-        keep_reasoning: whether a reply is the same without its reasoning, so that reasoning stays
-            in the context of clients that do not send it back. By default it is left out there, as
-            the client does: a branch.
+        params: sampling parameters of every reply.
+        session: an id of the rollout, for engines with several servers.
+        keep_reasoning: whether a reply that a client sends back without its reasoning matches the
+            recorded reply, so that the reasoning stays in the context. By default it does not
+            match: the context then lacks the reasoning, as in the request, which begins a branch.
     """
 
     def __init__(
@@ -128,23 +130,27 @@ class History:
     ) -> None:
         stops = dict.fromkeys((*params.stop_token_ids, *renderer.get_stop_token_ids()))
         self.params = attrs.evolve(params, stop_token_ids=tuple(stops))
-        self.calls: list[Call] = []
+        self.calls: list[EngineCall] = []
         self.origins: Counter[str] = Counter()
-        """How requests relate to those before them. ``"start"``: one begins a conversation.
-        ``"extends"``: it continues one, token for token. ``"fork"``: it continues one from where
-        another request went on, too. ``"edited"``: the agent altered the history. ``"unbridged"``:
-        the renderer can't add the turn to what was sampled. The last three begin a branch."""
+        """The number of requests by their relation to earlier requests.
+
+        ``"start"``: the request begins a conversation. ``"extends"``: it continues a conversation,
+        token for token. ``"fork"``: it continues a conversation from a point that another request
+        has already continued. ``"edited"``: the agent changed the history. ``"unbridged"``: the
+        renderer can't append the turn to the sampled tokens. The last three begin a branch.
+        """
         self.resent = 0
-        """Requests that were sent before, and were sampled again."""
+        """The number of requests that repeated an earlier request and were sampled again."""
         self._engine = engine
         self._renderer = renderer
         self._session = session
         self._reasoning = not keep_reasoning
         self._roots: dict[tuple[str, str], _Place] = {}
         self._tools: tuple[Tools | None, str] = (None, "null")
-        # Of the last request: agents in this process send the same objects again.
+        # The last request's messages: agents in this process send the same objects again, whose
+        # keys then need not be computed.
         self._keyed: list[_Keyed] = []
-        self._ends: list[tuple[_Place, str, Tools | None]] = []  # of each call
+        self._ends: list[tuple[_Place, str, Tools | None]] = []  # one per call
 
     async def reply(
         self,
@@ -154,14 +160,15 @@ class History:
         agent: str = "policy",
         max_tokens: int | None = None,
     ) -> Reply:
-        """The policy's reply to ``messages``; cancelling the awaiting task records nothing.
+        """Sample the policy's reply to ``messages``, and record it.
 
-        Messages are in OpenAI's form, with their content as text.
+        Messages are in OpenAI's format, with text as their content. If the awaiting task is
+        cancelled, nothing is recorded.
 
         Raises:
             ContextFull: the prompt leaves no room for a reply.
-            Unrenderable: the chat template, or the tokenizer, refuses the messages.
-            Exception: what the engine raises.
+            Unrenderable: the chat template or the tokenizer rejects the messages.
+            Exception: any error of the engine.
         """
         tools = tools or None
         wanted = min(self.params.max_tokens, max_tokens or self.params.max_tokens)
@@ -169,7 +176,7 @@ class History:
         tail, new, rendered = messages[count:], None, None
         if known is not None and tail and not _has_reply(tail):
             new = self._tokens_after(known, tail, tools)
-            if new is None:  # a whole rendering may still begin with the sampled tokens
+            if new is None:  # the whole rendering may still begin with the sampled tokens
                 rendered = self._render(messages, tools)
                 new = known.tokens_after(rendered)
         origin = self._origin(place, known, tail, bridged=new is not None)
@@ -192,7 +199,7 @@ class History:
                 session=self._session,
                 agent=agent,
             )
-        except BaseException:  # cancelled, too: the list is as it was
+        except BaseException:  # also on cancellation: restore the list
             if known is not None:
                 del tokens[prompt_tokens - len(new) :]
                 known.tokens = tokens
@@ -205,12 +212,12 @@ class History:
         return self._record(place, call, tokens, tools, origin)
 
     def samples(self, agents: Sequence[str] | None = None) -> list[Sample]:
-        """The fewest samples of what these agents were given; of all agents by default."""
+        """Return the fewest samples that train the calls of ``agents`` (by default of all)."""
         calls = [call for call in self.calls if agents is None or call.agent in agents]
         return stitch(calls, temperature=self.params.temperature)
 
-    def forget(self, call: Call) -> None:
-        """Leave out the last call of a conversation, whose reply nobody has seen."""
+    def forget(self, call: EngineCall) -> None:
+        """Remove the last call of a conversation, whose reply no client has received."""
         index = self.calls.index(call)
         place, origin, _ = self._ends.pop(index)
         del self.calls[index]
@@ -218,11 +225,11 @@ class History:
         place.call = place.tokens = None
 
     def conversation(self, agents: Sequence[str] | None = None) -> dict[str, Any]:
-        """The last conversation, as ``primerl.data`` reads it, and every one as ``branches``.
+        """Return the last conversation, as ``primerl.data`` reads it, and all as ``branches``.
 
-        A branch has its ``agent`` and ``messages``; its ``origin``, why it begins; ``turns``, for
-        each message the number of the call that sampled it, or None; and ``sample``, the number of
-        its sequence in ``samples(agents)``, or None.
+        Each branch has its ``agent``, ``messages`` and ``tools``; ``origin``, the reason why it
+        begins; ``turns``, for each message the number (from 1) of the call that sampled it, or
+        None; and ``sample``, the index of its sample in ``samples(agents)``, or None.
         """
         extended = {id(call.parent) for call in self.calls}
         number_of = {id(call): number for number, call in enumerate(self.calls, start=1)}
@@ -254,7 +261,10 @@ class History:
     def _find(
         self, messages: Sequence[Message], tools: Tools | None, agent: str
     ) -> tuple[_Place, _Place | None, int]:
-        """Where ``messages`` end, the last recorded reply among them, and its message's number."""
+        """Return the node of the last message, and the last recorded reply with its position.
+
+        The position counts from 1. Without a recorded reply, the second is None and the third 0.
+        """
         if tools is not self._tools[0]:
             self._tools = (tools, json.dumps(tools, sort_keys=True))
         place = self._roots.setdefault((agent, self._tools[1]), _Place())
@@ -296,7 +306,7 @@ class History:
     def _tokens_after(
         self, known: _Place, messages: Sequence[Message], tools: Tools | None
     ) -> list[int] | None:
-        """The tokens of ``messages`` after a reply; None if the renderer can't add them to it."""
+        """Return the tokens of ``messages`` after a reply; None if the renderer can't add them."""
         assert known.call is not None
         reply: list[int] = known.call.completion.token_ids.tolist()
         if hasattr(self._renderer, "tokens_after"):
@@ -309,7 +319,7 @@ class History:
     def _record(
         self,
         place: _Place,
-        call: Call,
+        call: EngineCall,
         tokens: list[int],
         tools: Tools | None,
         origin: str,
@@ -334,7 +344,7 @@ class History:
         )
 
     def _message(self, parsed: Any, *, with_calls: bool) -> tuple[dict[str, Any], list[str]]:
-        """The reply in OpenAI's form, and what is wrong with its malformed calls."""
+        """Return the reply in OpenAI's format, and a description of each malformed call."""
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content or ""}
         if parsed.reasoning_content:
             message["reasoning_content"] = parsed.reasoning_content
@@ -361,7 +371,7 @@ def _has_reply(messages: Sequence[Message]) -> bool:
 def _same_place(
     above: _Place, message: Message, before: Sequence[_Keyed], index: int
 ) -> _Place | None:
-    """Where a message stood in the last request, if neither it nor what is above has changed."""
+    """Return a message's node in the last request, unless it or a message above has changed."""
     if index >= len(before):
         return None
     said, content, place = before[index]

@@ -1,4 +1,4 @@
-"""Chat messages in OpenAI's form: their text, and what makes two of them the same."""
+"""Helpers for chat messages in OpenAI's format: their text, and keys that identify them."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, which may be a list of parts.
+    """Return the text of a message's content: a string, a list of text parts, or None.
 
     Raises:
         ValueError: a part is not text.
@@ -21,19 +21,19 @@ def text_of(content: Any) -> str:
     if isinstance(content, str):
         return valid_unicode(content)
     if not isinstance(content, list):
-        raise ValueError(f"a message's content is a {type(content).__name__}; expected text")
+        raise ValueError(f"a message's content is of type {type(content).__name__}; expected text")
     parts = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(f"a message holds a part of type {kind!r}; only text is supported")
+            raise ValueError(f"a message has a part of type {kind!r}; only text is supported")
         parts.append(valid_unicode(text))
     return "".join(parts)
 
 
 def valid_unicode(text: str) -> str:
-    """``text`` with ``?`` for what is no character, such as half of a surrogate pair."""
+    """Return ``text`` with lone surrogates, which can't be encoded, replaced by ``?``."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -42,7 +42,7 @@ def valid_unicode(text: str) -> str:
 
 
 def message_key(message: Message, *, reasoning: bool) -> tuple[Any, ...]:
-    """What two messages have in common if they are the same to the policy."""
+    """Return a key that is equal for messages that are the same to the policy."""
     role, content = message["role"], message.get("content") or ""
     if role == "assistant":
         calls = tuple(_call_key(call) for call in message.get("tool_calls") or ())
@@ -55,13 +55,13 @@ def _call_key(call: Mapping[str, Any]) -> tuple[Any, str, str]:
     function = call["function"]
     arguments = function["arguments"]
     with contextlib.suppress(ValueError, RecursionError):
-        # Clients that parse and write JSON change its spaces and order.
+        # Clients that parse and rewrite JSON change its whitespace and the order of its keys.
         arguments = json.dumps(json.loads(arguments), sort_keys=True)
     return call.get("id"), function["name"], arguments
 
 
 def clipped(text: str, limit: int) -> str:
-    """``text``, or its beginning and end around a note of what was left out."""
+    """Return ``text``; if it is too long, only its beginning and end, with a note between them."""
     if len(text) <= limit:
         return text
     head = limit // 2

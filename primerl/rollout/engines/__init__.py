@@ -1,1 +1,1 @@
-"""Engines sample tokens: in this process, or on vLLM servers."""
+"""Engines, which sample tokens in this process or on vLLM servers."""

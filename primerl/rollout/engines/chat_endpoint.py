@@ -1,6 +1,6 @@
-"""An endpoint that takes messages and returns messages: models that can be evaluated, not trained.
+"""A client of an endpoint that takes and returns messages, for models that are only evaluated.
 
-OpenAI's chat completions, which most servers offer
+The endpoint serves OpenAI's chat completions, which most servers offer
 (https://platform.openai.com/docs/api-reference/chat).
 """
 
@@ -18,23 +18,23 @@ from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import PolicyVersion, SamplingParams
 
-RETRIES = 4  # by the client, which waits as long as a busy server asks it to
-BUSY = (408, 409, 429)  # may pass, as errors of the server may
+RETRIES = 4  # by openai's client, which waits as long as a busy server requests
+BUSY = (408, 409, 429)  # temporary, like server errors, so not a refusal
 CLOSE_S = 10.0
 CONTEXT_FULL = re.compile(r"context[ _](length|window)|maximum context", re.IGNORECASE)
 
 
 class PromptTooLong(ValueError):
-    """The endpoint refused a conversation because it does not fit its context."""
+    """The endpoint refused a conversation because it does not fit the model's context."""
 
 
 class NoSuchRoute(ValueError):
-    """The endpoint has no such route, or no such model."""
+    """The endpoint answered 404: it has no such path, or no such model."""
 
 
 @attrs.frozen(kw_only=True)
 class ChatReply:
-    """The reply to a conversation, and its tokens as the endpoint counts them.
+    """The reply to a conversation, with the endpoint's counts of tokens.
 
     ``message`` has OpenAI's form; ``finish_reason`` is ``"stop"``, ``"length"`` or
     ``"tool_calls"``.
@@ -47,30 +47,31 @@ class ChatReply:
 
 
 class ChatEndpoint:
-    """The chat completions of an OpenAI-compatible endpoint, for ``rollout.verifiers``.
+    """A client of an OpenAI-compatible chat endpoint, for ``rollout.verifiers``.
 
         with rollout.ChatEndpoint("http://127.0.0.1:8000/v1") as engine:
-            for played in rollout.play_tasks(engine, environment, environment.tasks, params):
+            for played in rollout.evaluate_tasks(engine, environment, environment.tasks, params):
                 ...
 
-    It has neither tokens nor logprobs, so that a worker refuses it. Close it when it is not needed.
+    It returns neither tokens nor logprobs, so a worker refuses it. Close it after use.
 
     Args:
         url: the base URL, which usually ends with ``/v1``.
-        model: what is asked for; by default, the one model that the endpoint lists.
-        api_key: by default what the environment variable ``OPENAI_API_KEY`` holds, if it is set.
-        request_timeout_s: for one request.
-        token_limit: the field that carries ``max_tokens``; newer models of OpenAI refuse the older.
+        model: the model's name; by default, the only model that the endpoint lists.
+        api_key: by default the environment variable ``OPENAI_API_KEY``, if it is set.
+        request_timeout_s: the timeout of one request.
+        token_limit: the request field that carries ``max_tokens``; newer OpenAI models refuse the
+            field ``max_tokens``.
 
     Raises:
-        ImportError: the package openai, which verifiers installs too, is missing.
-        ValueError: the URL is not one, the endpoint refuses the key, or without ``model`` it does
-            not list exactly one.
+        ImportError: the package openai is missing; verifiers installs it, too.
+        ValueError: the URL is malformed, the endpoint refuses the key, or ``model`` is missing and
+            the endpoint does not list exactly one model.
         RuntimeError: the endpoint can't be reached.
     """
 
     version: PolicyVersion = 0
-    context_length = 1 << 30  # not known; what is too long is refused by the endpoint
+    context_length = 1 << 30  # unknown: the endpoint itself refuses prompts that are too long
 
     def __init__(
         self,
@@ -107,13 +108,13 @@ class ChatEndpoint:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ChatReply:
-        """The reply to ``messages``; cancelling the awaiting task cancels the request.
+        """Return the reply to ``messages``; cancelling the awaiting task cancels the request.
 
         Raises:
             PromptTooLong: the conversation does not fit the endpoint's context.
             ValueError: the endpoint refused the request.
             BadCompletion: the response has no message.
-            Exception: what ``openai`` raises of an endpoint that is busy, broken or unreachable.
+            Exception: the error of ``openai`` if the endpoint is busy, broken or unreachable.
         """
         fields = {
             "model": self.model,
@@ -137,7 +138,7 @@ class ChatEndpoint:
         return _reply(await asyncio.wrap_future(self._loop.submit(request)))
 
     async def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there: an endpoint takes messages, and environments of verifiers send them.
+        """Raise a ValueError: the endpoint takes messages, not tokens.
 
         Raises:
             ValueError: always.
@@ -162,7 +163,7 @@ class ChatEndpoint:
         self.close()
 
     def _choose(self, model: str | None) -> str:
-        """The model to ask for; at once an error, if the endpoint can't be used at all."""
+        """Return the model to request; raise at once if the endpoint can't be used at all."""
         try:
             asked = self._request(lambda client: client.with_options(max_retries=1).models.list())
             listed = self._loop.submit(asked).result()
@@ -185,7 +186,7 @@ class ChatEndpoint:
         return model or names[0]
 
     async def _request(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """What the endpoint answers, on the event loop that holds its connections."""
+        """Return the endpoint's answer; runs on the event loop that holds its connections."""
         if self._client is None:
             self._client = self._openai.AsyncOpenAI(**self._options)
         try:

@@ -2,7 +2,7 @@
 
 Results of a server, a user's engine or an environment are checked before they are used. A violation
 fails its own rollout and is counted as ``BadCompletion`` or ``BadSample`` in the worker's
-``errors``. The rules for engines are in ``docs/engines.md``.
+``errors``. ``docs/engines.md`` has the rules for engines.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class BadCompletion(RuntimeError):
 
 
 class BadSample(ValueError):
-    """An environment returned a sample that its engine can't have produced, or can't be stored."""
+    """An environment returned a sample that can't be stored, or can't come from its engine."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,7 +50,7 @@ class EngineLimits:
 
     @classmethod
     def of(cls, engine: Engine, *, oldest: PolicyVersion = 0) -> "EngineLimits":
-        """The current limits of ``engine``."""
+        """Return the current limits of ``engine``."""
         return cls(
             context_length=engine.context_length,
             vocab_size=getattr(engine, "vocab_size", None),
@@ -60,7 +60,7 @@ class EngineLimits:
 
 
 def newest_version(engine: Engine) -> PolicyVersion:
-    """The newest version served by any replica: ``newest_version``, or else ``version``."""
+    """Return the newest version that a server of the engine serves; else ``version``."""
     version = engine.version
     return max(version, getattr(engine, "newest_version", version))
 
@@ -71,7 +71,7 @@ def check_completion(
     """Check a completion against its request.
 
     Raises:
-        BadCompletion: a rule is broken; the message says which, and what was expected.
+        BadCompletion: it breaks a rule; the message names the rule and what was expected.
     """
     if not isinstance(completion, Completion):
         raise BadCompletion(
@@ -89,10 +89,10 @@ def check_completion(
 
 
 def check_rollout(rollout: Rollout, params: SamplingParams, limits: EngineLimits) -> None:
-    """Check what an environment returned, whether or not its engine made it.
+    """Check the samples and the conversation that an environment returned.
 
     Raises:
-        BadSample: a rule is broken; the message says which, and what was expected.
+        BadSample: they break a rule; the message names the rule and what was expected.
     """
     for sample in rollout.samples:
         if fault := _sample_fault(sample, params, limits):
@@ -104,10 +104,10 @@ def check_rollout(rollout: Rollout, params: SamplingParams, limits: EngineLimits
 async def check_routes(rollout: Rollout, engine: Engine) -> None:
     """Check the expert routes of samples to be trained, if the engine records any.
 
-    Greedy samples have none, since they can't be trained.
+    Greedy samples have no routes, since they can't be trained.
 
     Raises:
-        BadSample: the store of the engine's routes refuses them.
+        BadSample: the engine's route store refuses the routes.
     """
     store = getattr(engine, "routes", None)
     if store is None:
@@ -187,7 +187,7 @@ def _version_fault(versions: np.ndarray, limits: EngineLimits) -> str | None:
 
 
 def _conversation_fault(conversation: Any) -> str | None:
-    """Why a conversation could not be stored with its group, which would be noticed too late."""
+    """Return why a conversation could not be stored with its group, which would fail only later."""
     try:
         content = msgspec.msgpack.encode(conversation)
         msgspec.msgpack.decode(content, type=dict[str, Any] | None)

@@ -1,8 +1,8 @@
-"""Engine health: an outage is a failure of the engine, not of the tasks that are affected.
+"""Engine health: an outage counts as a failure of the engine, not of the rollouts that it affects.
 
 A failed request is retried with backoff until it is answered. The engine is given up when it has
-answered no request for a stated time; a single request is given up when it keeps failing while
-others are answered (such as a prompt that crashes its server).
+answered no request for a given time. A single request (for example, a prompt that crashes its
+server) is given up when it keeps failing while others are answered.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from primerl.rollout.errors import summary
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
-MAX_FAILURES = 8  # of one request while others are answered
+MAX_FAILURES = 8  # failures of one request while others are answered
 NOT_OUTAGES = (
     BadCompletion,
     ValueError,
@@ -31,22 +31,22 @@ NOT_OUTAGES = (
     NotImplementedError,
     RecursionError,
 )
-"""Errors of the request or of the code that serves it: a retry would fail again."""
+"""Errors of the request, or of the code that serves it, which a retry would raise again."""
 
 log = logging.getLogger(__name__)
 
 
 class EngineFailed(RuntimeError):
-    """An engine was given up, for one request or all of them."""
+    """An engine was given up, either for one request or for all."""
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an engine's error may be temporary: a lost connection, a timeout, a server error."""
+    """Return whether an engine's error may be temporary, such as a timeout or a server error."""
     return not isinstance(error, NOT_OUTAGES)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether an error is a ``TimeoutError``, or was caused by one."""
+    """Return whether an error is a ``TimeoutError``, or was caused by one."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -58,21 +58,21 @@ def is_timeout(error: BaseException) -> bool:
 
 
 class EngineHealth:
-    """Counts the completions and failures of an engine, for all of its rollouts.
+    """Counts the completions and failures of an engine, over all of its rollouts.
 
     Args:
-        name: of the engine, for error messages.
-        timeout_s: how long it may fail every request before it is given up.
+        name: the engine's name in error messages.
+        timeout_s: how long the engine may fail every request before it is given up.
     """
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
         self.name = name
         self.answers = 0
-        """Answered requests."""
+        """Number of answered requests."""
         self.answered_at = -math.inf
-        """Time of the last answer, by the monotonic clock."""
+        """Time of the last answer, on the monotonic clock."""
         self.errors: Counter[str] = Counter()
-        """Failures, by the name of the error."""
+        """Number of failures, by the name of the error."""
         self._timeout_s = timeout_s
         self._users = 0
         self._failures = 0  # since the last answer
@@ -83,13 +83,13 @@ class EngineHealth:
 
     @property
     def down_s(self) -> float:
-        """Seconds of all its outages so far."""
+        """Total duration of the engine's outages so far, in seconds."""
         now = 0.0 if self._down_since is None else time.monotonic() - self._down_since
         return self._down_s + now
 
     @property
     def reason(self) -> str | None:
-        """Why it is given up, or None."""
+        """Why the engine is given up, or None."""
         if self._down_since is None or self._failures < MAX_FAILURES:
             return None
         down_s = time.monotonic() - self._down_since
@@ -102,7 +102,7 @@ class EngineHealth:
         )
 
     def describe(self) -> str:
-        """Its failures, for error messages; empty if there are none."""
+        """Return the engine's failures, for error messages; empty if there are none."""
         if self._last is None:
             return ""
         return (
@@ -130,7 +130,7 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Mark the engine as in use during the body; outages end when nobody uses it."""
+        """Mark the engine as in use during the body; an outage ends when nobody uses the engine."""
         self._users += 1
         try:
             yield
@@ -140,7 +140,7 @@ class EngineHealth:
                 self._recovered()
 
     async def pause(self, timeout_s: float) -> None:
-        """Wait until it answers a request, at most ``timeout_s``."""
+        """Wait until the engine answers a request, at most ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._answered.wait()
@@ -150,7 +150,7 @@ class EngineHealth:
 
 
 class Retry:
-    """The retries of one request, or one rollout, that the engine failed."""
+    """The retries of one request or rollout that the engine failed."""
 
     def __init__(self, health: EngineHealth) -> None:
         self._health = health
@@ -159,7 +159,7 @@ class Retry:
         self._failures = 0
 
     async def failed(self, error: BaseException) -> None:
-        """Wait until the next attempt.
+        """Record a failure and wait until the next attempt.
 
         Raises:
             EngineFailed: this request keeps failing while others are answered, or all requests

@@ -1,4 +1,4 @@
-"""The engine as seen by one rollout: records what it samples, and waits during outages."""
+"""The engine of one attempt at a rollout: records what it samples, and waits during outages."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +19,7 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 
 
 @attrs.define(eq=False)
-class _Call:
+class _PendingRequest:
     """A request that has not been answered yet."""
 
     began: float = attrs.Factory(time.monotonic)
@@ -28,46 +28,47 @@ class _Call:
 
 @attrs.define(eq=False, repr=False, slots=False)
 class ObservedEngine:
-    """An engine for one attempt at a rollout."""
+    """An engine for one attempt at a rollout, which records the attempt's calls."""
 
     _engine: Engine
     _begin: Callable[[PolicyVersion | None], None]
-    """Called with the version before each request, and with None if it failed."""
+    """Called with the version before each request, and with None if the request failed."""
     _sampled: Callable[[int], None]
     """Called with the number of tokens of each completion."""
     _health: EngineHealth | None
-    """Of the engine, shared by its users; without it, the engine's failures are raised."""
+    """The engine's health, shared by its users; without it, the engine's failures are raised."""
     given_up: EngineFailed | None = attrs.field(default=None, init=False)
     """The error of a request that was given up."""
     bad: BadCompletion | None = attrs.field(default=None, init=False)
     """A completion that broke the contract, whether or not the environment caught the error."""
     outage: Exception | None = attrs.field(default=None, init=False)
-    """What the engine raised last, if no request of the attempt has been answered since."""
-    _open: list[_Call] = attrs.field(factory=list, init=False)
+    """The engine's last error, if it has answered no request of the attempt since."""
+    _open: list[_PendingRequest] = attrs.field(factory=list, init=False)
     _answered: bool = attrs.field(default=False, init=False)
 
     @property
     def version(self) -> PolicyVersion:
-        """The engine's."""
+        """The version that the engine serves."""
         return self._engine.version
 
     @property
     def context_length(self) -> int:
-        """The engine's."""
+        """The engine's context length, in tokens."""
         try:
             return self._engine.context_length
         except Exception as error:
             if self._health is not None and is_outage(error):
-                self._open.append(_Call(failed=True))
+                self._open.append(_PendingRequest(failed=True))
             raise
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Completion:
-        """The engine's completion; waits during outages.
+        """Sample one completion with the engine; wait during outages.
 
         Raises:
-            EngineFailed: the engine was given up. Refusals (such as a ``ValueError``) are raised.
+            EngineFailed: the engine was given up.
+            ValueError: the engine refused the request. Other refusals are raised as well.
             BadCompletion: the completion breaks the contract.
         """
         served = self._engine.version
@@ -85,7 +86,7 @@ class ObservedEngine:
         return completion
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._engine, name)  # members beyond the protocol
+        value = getattr(self._engine, name)  # for members beyond the protocol
         if name not in ("score", "chat"):
             return value
 
@@ -96,17 +97,17 @@ class ObservedEngine:
 
     @property
     def ignored(self) -> bool:
-        """Whether a request is open and the engine has answered nothing for half of its time."""
+        """Whether the engine answered nothing during the last half of an open request's time."""
         if self._health is None:
             return False
         now, last = time.monotonic(), self._health.answered_at
         return any(now - last >= (now - call.began) / 2 for call in self._open)
 
     def failed_by_engine(self, error: BaseException) -> bool:
-        """Whether the attempt failed because of the engine, whatever the environment raised.
+        """Return whether the attempt failed because of the engine, whatever the environment raised.
 
-        That is, the engine failed a request and never answered it, or the attempt timed out while
-        the engine answered no request at all.
+        This holds if the engine failed a request and never answered it, or if the attempt timed out
+        while the engine answered no request at all.
         """
         if self._health is None:
             return False
@@ -117,7 +118,7 @@ class ObservedEngine:
         if health is None:
             self._begin(self._engine.version)
             return await request()
-        call, retry = _Call(), Retry(health)
+        call, retry = _PendingRequest(), Retry(health)
         self._open.append(call)  # stays open if the environment cancels it
         while True:
             self._begin(self._engine.version)

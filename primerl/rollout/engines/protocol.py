@@ -1,4 +1,4 @@
-"""What an engine is: tokens in, sampled tokens out."""
+"""The protocol of engines: from a prompt's token ids to sampled tokens."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -12,19 +12,19 @@ from primerl.types import Completion, PolicyVersion, Sample, SamplingParams
 class Engine(Protocol):
     """Samples completions from a policy whose weights may change while it serves.
 
-    A client of a remote server sets ``portable = True``: the worker's process uses a pickled copy,
-    whose optional ``learn(version)`` is called with each version that the original reports as
-    served. Any other engine stays in its process and is called there.
+    A client of a remote server sets ``portable = True``: the worker's process then uses a pickled
+    copy. If the copy has a method ``learn(version)``, it is called with each version that the
+    original reports as served. Any other engine stays in its process and is called there.
 
     Two optional members limit what completions may contain, which every worker checks:
-    ``vocab_size``, the number of token ids, and ``newest_version``, the newest version of any
-    replica. An engine that records expert routes has the ``RouteStore`` that they go to as
-    ``routes``; every worker checks the samples' routes with it.
+    ``vocab_size``, the number of token ids, and ``newest_version``, the newest version that any of
+    its servers serves. An engine that records expert routes has its ``RouteStore`` as the attribute
+    ``routes``; every worker checks the routes of samples with it.
     """
 
     @property
     def version(self) -> PolicyVersion:
-        """The policy version that samples the next token; of replicas, the oldest."""
+        """The policy version that samples the next token; with several servers, the oldest one."""
         ...
 
     @property
@@ -37,36 +37,37 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
-        ``session`` names a conversation, so that an engine with several replicas can send its turns
-        to the replica that has them cached.
+        ``session`` names a conversation, so that an engine with several servers can send its turns
+        to the server that has them cached.
         """
         ...
 
 
 @runtime_checkable
 class RouteStore(Protocol):
-    """Where an engine puts expert routes, and what checks those of a sample.
+    """A store of expert routes, which also checks the routes of samples.
 
-    It is pickled into the worker's process. Both methods are called in threads, several at once;
-    on an event loop where the store has a method ``is_instant(tokens)`` that returns True, since
-    routes of so few tokens are put and checked in less time than a thread takes to begin.
+    It is pickled into the worker's process. Both methods are called in threads, several at once.
+    If the store has a method ``is_instant(tokens)`` that returns True, they are called on the event
+    loop instead, because so few tokens take less time than starting a thread.
     """
 
     def put(
         self, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: int = 0
     ) -> tuple[str, ...]:
-        """Store the routes of one completion; returns the references to them.
+        """Store the routes of one completion; return references to them.
 
         Args:
             rows: the experts of each token, uint8 or uint16[t, layers, k], for all decoder layers.
-                Row i is of token ``start + i``, in the forward pass that sampled the next one.
-            start: the token of the first row.
-            versions: of the weights that made each row's forward pass, int32[t].
-            shared: how many of the first rows are of the prompt, so that other completions of it
-                may have the same.
+                Row i has the experts of token ``start + i``, in the forward pass that sampled the
+                next token.
+            start: the index of the first row's token.
+            versions: the version of the weights in each row's forward pass, int32[t].
+            shared: how many of the first rows belong to the prompt; other completions of the same
+                prompt may have the same rows.
 
         Raises:
-            ValueError: the rows can't be of this model; the message names layer and token.
+            ValueError: the rows can't belong to this model; the message names layer and token.
         """
         ...
 
@@ -74,12 +75,12 @@ class RouteStore(Protocol):
         """Check that ``sample.routes`` refer to routes of the tokens to be trained.
 
         Raises:
-            ValueError: they don't; the message says what was expected.
+            ValueError: they do not; the message says what was expected.
         """
         ...
 
 
 def is_instant(store: RouteStore, tokens: int) -> bool:
-    """Whether a store says that it puts and checks routes of so many tokens without waiting."""
+    """Return whether a store puts and checks routes of this many tokens without waiting."""
     says = getattr(store, "is_instant", None)
     return says is not None and says(tokens)

@@ -1,12 +1,12 @@
-"""Engines of one process, used from a child process over a channel.
+"""Use of a process's engines from its child processes, over a channel.
 
-An engine in the trainer's process (``TransformersEngine`` shares its memory) stays there; the
-worker's process, and those of environments, hold a ``RemoteEngine``. An engine that is itself a
-client of a server elsewhere is ``portable``: the worker's process holds a copy of it.
+An engine in the trainer's process stays there: ``TransformersEngine`` shares that process's memory.
+The worker's process, and the processes of environments, hold a ``RemoteEngine``. An engine that is
+itself a client of a server elsewhere is ``portable``: the worker's process holds a copy of it.
 
-A child learns the version of any engine in one way: the parent calls its handler ``serves`` when
-the version has changed, and before each message that may depend on it (a call of the trainer, a
-completion). A channel preserves the order of messages.
+A child learns the version of any engine in one way: the parent calls the child's handler ``serves``
+when the version has changed, and before each message that may depend on it (a call of the trainer,
+a completion). A channel preserves the order of messages.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from primerl.rollout.errors import summary
 from primerl.rollout.processes.channel import Channel
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
-POLL_S = 0.01  # how soon a newly served version is reported to the other process
+POLL_S = 0.01  # the delay within which a newly served version is reported to the child
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 class RemoteEngine:
     """An ``Engine`` whose weights and requests are in the parent process.
 
-    ``version`` is the latest that the parent has reported; a completion is checked against it.
-    ``routes`` is a copy of the engine's store of expert routes.
+    ``version`` is the latest version that the parent has reported; completions are checked against
+    it. ``routes`` is a copy of the engine's store of expert routes.
     """
 
     def __init__(self, index: int, engine: Engine) -> None:
@@ -50,7 +50,7 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str | None = None
     ) -> Completion:
-        """Sample one completion in the parent process; what the engine raises is raised."""
+        """Sample one completion in the parent process; raise what the engine raises there."""
         assert self.channel is not None, "RemoteEngines.find connects it"
         prompt = np.asarray(prompt_ids, dtype=np.int32)
         completion: Completion = await self.channel.call(
@@ -59,7 +59,7 @@ class RemoteEngine:
         return completion
 
     async def metrics(self) -> dict[str, dict[str, float]]:
-        """Those of the engine in the parent process; what it raises is raised."""
+        """Return the metrics of the engine in the parent process; raise what it raises there."""
         assert self.channel is not None, "RemoteEngines.find connects it"
         metrics: dict[str, dict[str, float]] = await self.channel.call("metrics", self._index)
         return metrics
@@ -67,7 +67,7 @@ class RemoteEngine:
 
 @attrs.frozen
 class EngineAddress:
-    """An engine of the parent, as it is sent to a child: a ``RemoteEngine``, or a copy."""
+    """An address of the parent's engine, as sent to a child, with a ``RemoteEngine`` or a copy."""
 
     index: int
     name: str
@@ -76,7 +76,7 @@ class EngineAddress:
 
 @attrs.define(eq=False)
 class _Served:
-    """An engine, and the versions last reported to its child."""
+    """An engine, with the versions last reported to its child."""
 
     engine: Engine
     notify: Callable[[PolicyVersion, PolicyVersion], None]
@@ -91,7 +91,7 @@ class _Served:
 
 
 class EngineHost:
-    """Serves engines of this process to child processes: handlers of a channel."""
+    """Serves engines of this process to child processes, through handlers of a channel."""
 
     def __init__(self) -> None:
         self._served: dict[int, _Served] = {}
@@ -100,10 +100,10 @@ class EngineHost:
     def add(
         self, engine: Engine, notify: Callable[..., Any], *, portable: bool = False
     ) -> EngineAddress:
-        """Serve ``engine`` from now on; returns its address for a child.
+        """Serve ``engine`` from now on; return its address for a child.
 
         Args:
-            engine: of this process.
+            engine: an engine of this process.
             notify: calls a handler of the child without waiting for it.
             portable: whether the child gets a copy.
         """
@@ -116,7 +116,7 @@ class EngineHost:
     def lease(
         self, engine: Engine, notify: Callable[..., Any], *, portable: bool = False
     ) -> Iterator[EngineAddress]:
-        """Serve ``engine``, as ``add`` does, while the body runs."""
+        """Serve ``engine``, as ``add`` does, while the body of the ``with`` statement runs."""
         address = self.add(engine, notify, portable=portable)
         try:
             yield address
@@ -130,21 +130,22 @@ class EngineHost:
         params: SamplingParams,
         session: str | None,
     ) -> Completion:
-        """Sample with an engine of this process, for another one."""
+        """Sample with an engine of this process, on behalf of a child."""
         served = self._served[index]
         completion = await served.engine.generate(prompt_ids.tolist(), params, session=session)
         served.report()
         return completion
 
     async def metrics(self, index: int) -> Any:
-        """The metrics of an engine of this process, for another one."""
+        """Return the metrics of an engine of this process, on behalf of a child."""
         engine: Any = self._served[index].engine
         return await asyncio.to_thread(engine.metrics)
 
     def report(self) -> None:
-        """Tell each child the versions that its engines serve, where they have changed.
+        """Report to each child the versions that its engines serve, if they have changed.
 
-        An engine that can't report its version is logged, once for each error, and asked again.
+        If an engine can't report its version, that is logged once for each distinct error, and the
+        engine is asked again later.
         """
         for served in list(self._served.values()):
             try:
@@ -156,21 +157,21 @@ class EngineHost:
                     log.error("the engine can't report its version: %s", summary(error))
 
     async def keep_reporting(self) -> None:
-        """Report until cancelled."""
+        """Report versions until cancelled."""
         while True:
             self.report()
             await asyncio.sleep(POLL_S)
 
 
 class RemoteEngines:
-    """The engines that a child knows, by their address or as objects of its own process."""
+    """The engines that a child uses, found by address; its own engines are passed through."""
 
     def __init__(self, channel: Channel | None) -> None:
         self._channel = channel
         self._known: dict[int, Engine] = {}
 
     def find(self, where: EngineAddress | Engine) -> Engine:
-        """The engine at an address; an engine of this process is returned as it is."""
+        """Return the engine at an address; return an engine of this process as it is."""
         if not isinstance(where, EngineAddress):
             return where
         if isinstance(where.engine, RemoteEngine):
@@ -178,7 +179,7 @@ class RemoteEngines:
         return self._known.setdefault(where.index, where.engine)
 
     def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
-        """The parent reports what an engine serves: the slowest of its replicas, and the newest."""
+        """Record the oldest and newest version that an engine's servers serve."""
         engine = self._known.get(index)
         if isinstance(engine, RemoteEngine):
             engine.version = version
@@ -187,7 +188,7 @@ class RemoteEngines:
             engine.learn(version)
 
     def forget(self, where: EngineAddress | Engine | None) -> None:
-        """The parent stops serving an engine; a copy of it is closed."""
+        """Forget an engine that the parent no longer serves; close it if it is a copy."""
         if isinstance(where, EngineAddress):
             engine = self._known.pop(where.index, None)
             if engine is not None and hasattr(engine, "close"):
@@ -195,5 +196,5 @@ class RemoteEngines:
 
 
 def is_portable(engine: Engine) -> bool:
-    """Whether a copy of ``engine`` in another process serves as well as the original."""
+    """Return whether a copy of ``engine`` in another process can replace the original."""
     return bool(getattr(engine, "portable", False))

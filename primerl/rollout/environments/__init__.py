@@ -1,1 +1,1 @@
-"""Environments: they play a task with an engine, and score the result."""
+"""Environments, which play tasks with an engine and score the results."""

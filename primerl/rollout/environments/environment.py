@@ -1,4 +1,7 @@
-"""Environments: ``async (task, engine, params) -> Rollout``, their rewards, and several as one."""
+"""Types of environments and reward functions, and one environment made of several.
+
+An environment is an ``async (task, engine, params) -> Rollout``.
+"""
 
 import asyncio
 import inspect
@@ -13,19 +16,19 @@ from primerl.types import Rollout, SamplingParams
 
 Task = Mapping[str, Any]
 Environment = Callable[[Task, Engine, SamplingParams], Awaitable[Rollout]]
-"""One episode: ``async (task, engine, params) -> Rollout``."""
+"""A function that plays one episode: ``async (task, engine, params) -> Rollout``."""
 Reward = Callable[[Task, str], float | Awaitable[float]]
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or returned something other than a finite number."""
+    """Raised when a reward function raises an error, or does not return a finite number."""
 
 
 async def reward_of(reward: Callable[..., Any], task: Task, played: Any) -> float:
-    """What a reward function or coroutine function returns for what was played.
+    """Return the reward of ``played``; ``reward`` is a plain or coroutine function.
 
     Raises:
-        RewardError: it raised, or returned something other than a finite number.
+        RewardError: the function raised an error, or did not return a finite number.
     """
     where = f"the reward function {getattr(reward, '__name__', reward)!r} for the task {dict(task)}"
     try:
@@ -40,19 +43,21 @@ async def reward_of(reward: Callable[..., Any], task: Task, played: Any) -> floa
     return number
 
 
-def route(environments: Mapping[str, Environment]) -> "Route":
-    """An environment that plays each task in the one that the task's ``"environment"`` names.
+def combine_environments(environments: Mapping[str, Environment]) -> "CombinedEnvironments":
+    """Return an environment that plays each task in the environment named by the task.
+
+    The task's ``"environment"`` is a key of ``environments``.
 
     Raises:
-        ValueError: there are no environments; or, when it is played, a task names none of them.
+        ValueError: ``environments`` is empty; or, on play, a task names an unknown environment.
     """
     if not environments:
         raise ValueError("there are no environments to route to; pass at least one")
-    return Route(environments)
+    return CombinedEnvironments(environments)
 
 
-class Route:
-    """Several environments as one: made by ``route``."""
+class CombinedEnvironments:
+    """An environment that combines several others, made by ``combine_environments``."""
 
     def __init__(self, environments: Mapping[str, Environment]) -> None:
         self._environments = dict(environments)
@@ -62,13 +67,13 @@ class Route:
         name = task.get("environment", "")
         if name not in self._environments:
             raise ValueError(
-                f"the task {task.get('id')!r} names the environment {name!r}; there are "
+                f"the task {task.get('id')!r} names the environment {name!r}; expected one of "
                 f"{sorted(self._environments)}"
             )
         return await self._environments[name](task, engine, params)
 
     def members(self) -> list[dict[str, Any]]:
-        """The processes that the environments started."""
+        """List the processes that the environments have started."""
         listed: list[dict[str, Any]] = []
         for environment in self._environments.values():
             if hasattr(environment, "members"):

@@ -1,4 +1,4 @@
-"""Environments in processes of their own, so that one that hangs or dies harms no others."""
+"""Environments isolated in child processes, so that a hang or crash does not affect others."""
 
 import asyncio
 import contextlib
@@ -22,20 +22,22 @@ def isolated(
     timeout_s: float = 600.0,
     threads: int = 1,
 ) -> "IsolatedEnvironment":
-    """The same environment, played in supervised processes of its own.
+    """Return an environment that plays ``environment`` in supervised child processes.
 
         environment = rollout.isolated(heavy_environment, processes=4)
 
-    For environments that compute, block their event loop or crash. Each process plays many
-    rollouts at once, with completions from the parent's engine. A process that dies is replaced,
-    and its rollouts are played again, if necessary one to a process: only the one that makes its
-    process die fails. A process that is blocked when a rollout's time is up is killed.
+    Use it for environments that compute heavily, block their event loop, or crash. Each process
+    plays many rollouts at once, and samples from the parent process's engine. If a process dies, it
+    is replaced and its rollouts are played again, in the end with one rollout per process, so that
+    only the rollout that kills its process fails. If a process's event loop is blocked when a
+    rollout times out, the process is killed.
 
     Args:
-        environment: is pickled into each process; lambdas and local functions are supported.
-        processes: how many; a new rollout is played in the one with the fewest.
-        timeout_s: how long a rollout may take, including the wait for a process.
-        threads: of numerical libraries, in each process.
+        environment: the environment, which is pickled into each process; lambdas and local
+            functions are supported.
+        processes: the number of processes; a new rollout goes to the one with the fewest rollouts.
+        timeout_s: timeout of one rollout, including the wait for a process.
+        threads: the number of threads of numerical libraries in each process.
 
     Raises:
         ValueError: a number is out of range, or the environment can't be pickled.
@@ -50,10 +52,10 @@ def isolated(
 
 
 class IsolatedEnvironment:
-    """An environment behind a pool of processes: made by ``isolated``.
+    """An environment that is played in a pool of child processes, made by ``isolated``.
 
-    The processes are started by the first rollout, from the process that plays it, and ended by
-    ``aclose``, which a worker calls, or with the process that started them.
+    The first rollout starts the processes, as children of the process that plays it. They end on
+    ``aclose``, which a worker calls, or with their parent process.
     """
 
     def __init__(
@@ -64,29 +66,31 @@ class IsolatedEnvironment:
         self._engines = EngineHost()
         handlers = {"generate": self._engines.generate}
         self._pool = ProcessPool(arguments, handlers, processes=processes, threads=threads)
-        # Rollouts whose process died are played again here, one to a process.
+        # Rollouts whose process died repeatedly are played again here, one per process.
         self._alone = ProcessPool(
             arguments, handlers, processes=processes, threads=threads, most_each=1
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IsolatedEnvironment, self._plan  # processes are not sent along
+        # Without the processes: a copy starts its own.
+        return IsolatedEnvironment, self._plan
 
     @property
     def restarts(self) -> int:
-        """How many processes have died and been replaced."""
+        """The number of processes that have died and been replaced."""
         return self._pool.restarts + self._alone.restarts
 
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
-        """Play one rollout in the process that has the fewest.
+        """Play one rollout in the process that has the fewest rollouts.
 
-        If that process dies, the rollout is played again; if that happens again, in a process of
-        its own.
+        If that process dies, the rollout is played again in a shared process. If that one dies,
+        too, the rollout is played in a process that plays nothing else.
 
         Raises:
-            TimeoutError: it did not end within ``timeout_s``.
-            RuntimeError: a process of its own died, too, or none can be started. What the
-                environment raises is raised.
+            TimeoutError: the rollout did not end within ``timeout_s``.
+            RuntimeError: the process that played only this rollout died, too, or no process can be
+                started.
+            Exception: any error of the environment.
         """
         for _ in range(SHARED_TRIES):
             with contextlib.suppress(ProcessDied):
@@ -104,12 +108,12 @@ class IsolatedEnvironment:
                     rollout: Rollout = await child.call("play", dict(task), address, params)
                 return rollout
         except asyncio.CancelledError:
-            if child is not None:  # if it is blocked, it would attract all further rollouts
+            if child is not None:  # a blocked process would attract all further rollouts
                 pool.check(child)
             raise
         except TimeoutError:
             if not deadline.expired():
-                raise  # the environment's own
+                raise  # raised by the environment itself
             if child is not None:
                 await pool.check(child)
             raise TimeoutError(
@@ -119,7 +123,7 @@ class IsolatedEnvironment:
             ) from None
 
     def members(self) -> list[dict[str, Any]]:
-        """The processes: ``name``, ``pid``, ``alive``."""
+        """List the processes, each with its ``name``, ``pid`` and ``alive``."""
         children = [*self._pool.children(), *self._alone.children()]
         return [{"name": one.name, "pid": one.pid, "alive": one.alive} for one in children]
 

@@ -1,4 +1,4 @@
-"""A pool of processes that play an environment; watchdogs replace those that die."""
+"""A pool of processes that rollout an environment, with watchdogs that replace dead ones."""
 
 import asyncio
 import contextlib
@@ -16,31 +16,33 @@ from primerl.rollout.processes.channel import Channel, Handlers
 from primerl.rollout.processes.child import Child, ProcessDied
 from primerl.types import PolicyVersion, Rollout, SamplingParams
 
-CLOSE_S = 5.0  # for cancelled rollouts to clean up
-ANSWER_S = 5.0  # in which an event loop that is not blocked answers
-STABLE_S = 5.0  # a process that lived so long did not die of starting
+CLOSE_S = 5.0  # the time that cancelled rollouts have to clean up
+ANSWER_S = 5.0  # an event loop that does not answer within this time is blocked
+STABLE_S = 5.0  # a process that lived this long had started properly
 MAX_BACKOFF_S = 30.0
-MAX_BUILD_FAILURES, MAX_START_DEATHS = 3, 20  # in a row, before a slot is given up
+MAX_BUILD_FAILURES, MAX_START_DEATHS = 3, 20  # in a row, until a slot is given up
 MAX_REPLY_BYTES = 1 << 31  # a larger rollout is a mistake, and would exhaust the worker's memory
 
 log = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
-class _Slot:
-    """One process, or its replacement."""
+class _PooledProcess:
+    """A slot of the pool, which holds one process at a time: the first, or a replacement."""
 
     child: Child | None = None
     playing: int = 0
     ready: bool = False
-    tried: bool = False  # before each has been, all rollouts would go to the fastest to start
+    # Whether a start was tried. Rollouts wait until every slot has tried, because otherwise the
+    # process that starts first would get all of them.
+    tried: bool = False
     broken: Exception | None = None
 
 
 class ProcessPool:
-    """Processes that each hold the same environment; they start when the first is asked for.
+    """A pool of processes that each hold the same environment; they start on first use.
 
-    Each plays at most ``most_each`` rollouts at once, any number by default.
+    Each process plays at most ``most_each`` rollouts at once; by default any number.
     """
 
     def __init__(
@@ -60,17 +62,17 @@ class ProcessPool:
         self._most_each = most_each
         # Recorded now, because an environment in this process may change it.
         self._context = LaunchContext.current()
-        self._slots: list[_Slot] = []
+        self._slots: list[_PooledProcess] = []
         self._watchdogs: list[asyncio.Task[None]] = []
         self._checks: dict[Child, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def process(self) -> AsyncIterator[Child]:
-        """The process with the fewest rollouts, for one more; waits until one is free.
+        """Reserve the process with the fewest rollouts for one more; wait until one is free.
 
         Raises:
-            RuntimeError: none can be started.
+            RuntimeError: no process can be started.
         """
         slot = await self._least_loaded()
         assert slot.child is not None
@@ -82,11 +84,11 @@ class ProcessPool:
             self._changed.set()
 
     def children(self) -> list[Child]:
-        """The processes that have been started."""
+        """List the processes that have been started."""
         return [slot.child for slot in self._slots if slot.child is not None]
 
     def check(self, child: Child) -> "asyncio.Task[None]":
-        """Check in the background that a process still answers; if not, it is killed."""
+        """Check in the background that a process still answers, and kill it if it does not."""
         if child not in self._checks:
             self._checks[child] = asyncio.create_task(_kill_if_blocked(child))
             self._checks[child].add_done_callback(lambda _: self._checks.pop(child, None))
@@ -101,9 +103,9 @@ class ProcessPool:
         if watchdogs:
             await asyncio.wait(watchdogs)
 
-    async def _least_loaded(self) -> _Slot:
+    async def _least_loaded(self) -> _PooledProcess:
         if not self._watchdogs:
-            self._slots = [_Slot() for _ in range(self._processes)]
+            self._slots = [_PooledProcess() for _ in range(self._processes)]
             self._watchdogs = [
                 asyncio.create_task(self._watch(slot, number))
                 for number, slot in enumerate(self._slots)
@@ -120,8 +122,8 @@ class ProcessPool:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _watch(self, slot: _Slot, number: int) -> None:
-        """The watchdog of a slot: replaces its process until cancelled, or until none can start."""
+    async def _watch(self, slot: _PooledProcess, number: int) -> None:
+        """Start a slot's process and replace it whenever it dies, until no process can start."""
         build_failures = deaths = 0
         while slot.broken is None:
             name = f"environment process {number}"
@@ -136,10 +138,10 @@ class ProcessPool:
                 log.warning("%s; starting another", how)
                 deaths = deaths + 1 if time.monotonic() - began < STABLE_S else 0
                 self.restarts += 1
-            except ProcessDied as error:  # while it started
+            except ProcessDied as error:  # died while it was starting
                 deaths += 1
                 slot.broken = error if deaths == MAX_START_DEATHS else None
-            except Exception as error:  # making the environment may raise anything
+            except Exception as error:  # loading the environment may raise anything
                 build_failures += 1
                 slot.broken = error if build_failures == MAX_BUILD_FAILURES else None
             finally:
@@ -151,7 +153,7 @@ class ProcessPool:
 
 
 async def _kill_if_blocked(child: Child) -> None:
-    with contextlib.suppress(ProcessDied):  # it died meanwhile
+    with contextlib.suppress(ProcessDied):  # it has died in the meantime
         try:
             async with asyncio.timeout(ANSWER_S):
                 await child.call("ping")
@@ -162,7 +164,7 @@ async def _kill_if_blocked(child: Child) -> None:
 
 
 class EnvironmentHost:
-    """What each process serves: it plays rollouts."""
+    """The object that each process of the pool serves, which plays rollouts."""
 
     def __init__(self, channel: Channel, *, environment: Environment) -> None:
         channel.max_message_bytes = MAX_REPLY_BYTES
@@ -178,16 +180,16 @@ class EnvironmentHost:
             await self._environment.aclose()
 
     async def play(self, task: Task, engine: EngineAddress, params: SamplingParams) -> Rollout:
-        """Play one rollout; completions come from the parent's engine."""
+        """Play one rollout, with completions from the parent process's engine."""
         try:
             return await attempt(self._environment, task, self._engines.find(engine), params)
         finally:
             self._engines.forget(engine)
 
     def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
-        """The parent reports the versions that an engine serves now."""
+        """Record the versions that an engine serves now, as reported by the parent process."""
         self._engines.serves(index, version, newest)
 
     def ping(self) -> bool:
-        """Answer, which shows that the event loop is not blocked."""
+        """Return True, to show that the event loop is not blocked."""
         return True

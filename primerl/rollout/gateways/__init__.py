@@ -1,1 +1,1 @@
-"""A gateway: agents that speak the APIs of OpenAI or Anthropic, sampled by an engine."""
+"""The gateway: a server for agents that use the APIs of OpenAI or Anthropic."""

@@ -1,4 +1,4 @@
-"""Anthropic's Messages (https://docs.anthropic.com/en/api/messages)."""
+"""Anthropic's Messages API (https://docs.anthropic.com/en/api/messages)."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from primerl.rollout.conversations.history import Reply
 from primerl.rollout.conversations.messages import Message, text_of
 from primerl.rollout.gateways.apis import (
     BadRequest,
-    Request,
+    ModelRequest,
     assistant,
     event,
     function_call,
@@ -28,16 +28,16 @@ KINDS = {
 
 
 class AnthropicMessages:
-    """The API of Claude Code and others."""
+    """The Messages API, which Claude Code and other clients use."""
 
     path = "/v1/messages"
     ping = event({"type": "ping"}, "ping")
 
-    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:  # noqa: ARG002
-        """The request in ``body``.
+    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> ModelRequest:  # noqa: ARG002
+        """Parse a request's ``body``.
 
         Raises:
-            BadRequest: it asks for what can't be done.
+            BadRequest: the request is invalid, or asks for something unsupported.
         """
         refuse(body, stop_sequences=([],))
         choice = body.get("tool_choice") or {"type": "auto"}
@@ -50,8 +50,8 @@ class AnthropicMessages:
         for message in list_of(body, "messages"):
             messages += _messages(message)
         if not messages:
-            raise BadRequest("there are no messages")
-        return Request(
+            raise BadRequest("the request has no messages")
+        return ModelRequest(
             messages=messages,
             tools=tools if choice["type"] == "auto" else None,
             max_tokens=token_limit(body, "max_tokens"),
@@ -60,8 +60,8 @@ class AnthropicMessages:
             body=body,
         )
 
-    def answer(self, name: str, request: Request, reply: Reply) -> dict[str, Any]:
-        """The response with the id ``name``."""
+    def answer(self, name: str, request: ModelRequest, reply: Reply) -> dict[str, Any]:
+        """Return the response to ``request``, with the id ``name``."""
         said = reply.message
         blocks: list[dict[str, Any]] = []
         if "reasoning_content" in said:
@@ -95,8 +95,8 @@ class AnthropicMessages:
             },
         }
 
-    def events(self, answer: Mapping[str, Any], request: Request) -> Iterator[bytes]:  # noqa: ARG002
-        """The same response as a stream of server-sent events."""
+    def events(self, answer: Mapping[str, Any], request: ModelRequest) -> Iterator[bytes]:  # noqa: ARG002
+        """Yield the response ``answer`` as a stream of server-sent events."""
 
         def named(kind: str, **fields: Any) -> bytes:
             return event({"type": kind, **fields}, kind)
@@ -118,16 +118,16 @@ class AnthropicMessages:
         yield named("message_stop")
 
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
-        """An error in the API's form, which has no codes of its own."""
+        """Return an error in the API's format, with the code in its message."""
         return {"type": "error", "error": {"type": KINDS[kind], "message": f"{code}: {message}"}}
 
     def error_event(self, kind: str, code: str, message: str) -> bytes:
-        """The same as the last event of a stream."""
+        """Return an error as the last event of a stream."""
         return event(self.error(kind, code, message), "error")
 
 
 def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:
-    """A block without its text, and how that is streamed: the key, the kind of delta, the text."""
+    """Return a block without its text, then the key, delta type and text of its deltas."""
     if block["type"] == "tool_use":
         return (
             {**block, "input": {}},
@@ -141,12 +141,12 @@ def _streamed(block: Mapping[str, Any]) -> tuple[dict[str, Any], str, str, str]:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise BadRequest(f"a tool of type {tool['type']!r}; only custom ones are supported")
+        raise BadRequest(f"a tool has the type {tool['type']!r}; only custom tools are supported")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"))
 
 
 def _messages(message: Mapping[str, Any]) -> Iterator[Message]:
-    """A message as those of OpenAI's form: each result of a tool is one of its own."""
+    """Convert a message to OpenAI's format, where each tool result is a separate message."""
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -155,7 +155,7 @@ def _messages(message: Mapping[str, Any]) -> Iterator[Message]:
         yield _assistant(blocks)
         return
     if role not in ("user", "system"):
-        raise BadRequest(f"a message has the role {role!r}")
+        raise BadRequest(f"a message has the unsupported role {role!r}")
     for block in blocks:
         if block.get("type") == "tool_result":
             result = text_of(block.get("content"))
@@ -177,5 +177,5 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
             arguments = json.dumps(block.get("input") or {})
             calls.append(function_call(block.get("id"), block.get("name"), arguments))
         else:
-            raise BadRequest(f"an assistant's message holds a block of type {kind!r}")
+            raise BadRequest(f"an assistant message has a block of the unsupported type {kind!r}")
     return assistant(text_of(texts), "".join(thoughts), calls)

@@ -1,4 +1,4 @@
-"""What the APIs of a gateway have in common."""
+"""The protocol of a gateway's APIs, and helpers that their implementations share."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,8 +9,8 @@ import attrs
 from primerl.rollout.conversations.history import Reply
 from primerl.rollout.conversations.messages import Message, Tools, text_of, valid_unicode
 
-CHUNK = 24  # characters of a streamed piece
-COMMENT = b": ping\n\n"  # of a stream of server-sent events
+CHUNK = 24  # characters per streamed piece
+COMMENT = b": ping\n\n"  # a server-sent comment, which clients skip
 
 
 class BadRequest(ValueError):
@@ -18,8 +18,8 @@ class BadRequest(ValueError):
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Request:
-    """One model call of an agent: the conversation in OpenAI's form, with contents as text."""
+class ModelRequest:
+    """One model call of an agent; its messages are in OpenAI's format, with text as content."""
 
     messages: list[Message]
     tools: Tools | None
@@ -31,53 +31,53 @@ class Request:
 
 @runtime_checkable
 class Api(Protocol):
-    """One API: how it asks, answers, streams and refuses."""
+    """One API: parses requests, and formats responses, streams and errors."""
 
     path: str
     ping: bytes
-    """What a stream may hold before its first event, and clients skip."""
+    """Bytes that keep a stream alive before its first event; clients skip them."""
 
-    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:
-        """The request in ``body``; ``replies`` are the earlier ones of the rollout, by their id.
+    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> ModelRequest:
+        """Parse a request's ``body``; ``replies`` has earlier replies by their response id.
 
         Raises:
-            BadRequest: it asks for what can't be done.
+            BadRequest: the request is invalid, or asks for something unsupported.
         """
         ...
 
-    def answer(self, name: str, request: Request, reply: Reply) -> dict[str, Any]:
-        """The response with the id ``name``."""
+    def answer(self, name: str, request: ModelRequest, reply: Reply) -> dict[str, Any]:
+        """Return the response to ``request``, with the id ``name``."""
         ...
 
-    def events(self, answer: Mapping[str, Any], request: Request) -> Iterator[bytes]:
-        """The same response as a stream of server-sent events."""
+    def events(self, answer: Mapping[str, Any], request: ModelRequest) -> Iterator[bytes]:
+        """Yield the response ``answer`` as a stream of server-sent events."""
         ...
 
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
-        """An error; the kinds are invalid, authentication, missing and engine."""
+        """Return an error; ``kind`` is invalid, authentication, missing or engine."""
         ...
 
     def error_event(self, kind: str, code: str, message: str) -> bytes:
-        """The same as the last event of a stream that has begun."""
+        """Return an error as the last event of a stream that has begun."""
         ...
 
 
 def event(payload: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event as bytes."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json.dumps(payload)}\n\n".encode()
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text as it is streamed."""
+    """Split a text into the pieces in which it is streamed."""
     return (text[start : start + CHUNK] for start in range(0, len(text), CHUNK))
 
 
 def list_of(body: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """A list of objects in a request's body; empty if it is not there.
+    """Return a list of objects from a request's body; empty if the key is missing.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: the value is not a list of objects.
     """
     value = body.get(key) or []
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
@@ -95,16 +95,16 @@ def refuse(body: Mapping[str, Any], **supported: tuple[Any, ...]) -> None:
         value = body.get(name)
         if value is not None and value not in values:
             raise BadRequest(
-                f"{name}={json.dumps(value)[:80]} is not supported: the rollout's own sampling "
-                "decides; leave it out"
+                f"{name}={json.dumps(value)[:80]} is not supported, because the rollout fixes "
+                "how replies are sampled; leave it out"
             )
 
 
 def token_limit(body: Mapping[str, Any], *names: str) -> int | None:
-    """The first of the fields that is set.
+    """Return the first of the fields ``names`` that is set, or None.
 
     Raises:
-        BadRequest: it is not a positive whole number.
+        BadRequest: its value is not a positive whole number.
     """
     for name in names:
         value = body.get(name)
@@ -116,10 +116,10 @@ def token_limit(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A function in OpenAI's form.
+    """Return a function's definition in OpenAI's format.
 
     Raises:
-        BadRequest: it has no name.
+        BadRequest: the function has no name.
     """
     if not isinstance(name, str):
         raise BadRequest("a tool has no name; only functions are supported")
@@ -132,7 +132,7 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
 
 
 def assistant(content: str, reasoning: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """An assistant's message."""
+    """Return an assistant message in OpenAI's format."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -142,12 +142,12 @@ def assistant(content: str, reasoning: str, calls: list[dict[str, Any]]) -> dict
 
 
 def function_call(name: Any, function: Any, arguments: Any) -> dict[str, Any]:
-    """A call of a function in OpenAI's form.
+    """Return a function call in OpenAI's format.
 
     Raises:
-        BadRequest: it has no id, name or arguments.
+        BadRequest: the id, the name or the arguments are not text.
     """
     if not all(isinstance(one, str) for one in (name, function, arguments)):
-        raise BadRequest("a function call has no id, name or arguments that are text")
+        raise BadRequest("a function call needs an id, a name and arguments, each as text")
     said = {"name": valid_unicode(function), "arguments": valid_unicode(arguments)}
     return {"id": name, "type": "function", "function": said}

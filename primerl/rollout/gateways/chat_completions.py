@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions (https://platform.openai.com/docs/api-reference/chat)."""
+"""OpenAI's Chat Completions API (https://platform.openai.com/docs/api-reference/chat)."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from primerl.rollout.conversations.messages import Message, text_of
 from primerl.rollout.gateways.apis import (
     COMMENT,
     BadRequest,
-    Request,
+    ModelRequest,
     assistant,
     event,
     function_call,
@@ -29,16 +29,16 @@ KINDS = {
 
 
 class ChatCompletions:
-    """The API of most clients and command-line agents."""
+    """The Chat Completions API, which most clients and command-line agents use."""
 
     path = "/v1/chat/completions"
     ping = COMMENT
 
-    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:  # noqa: ARG002
-        """The request in ``body``.
+    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> ModelRequest:  # noqa: ARG002
+        """Parse a request's ``body``.
 
         Raises:
-            BadRequest: it asks for what can't be done.
+            BadRequest: the request is invalid, or asks for something unsupported.
         """
         refuse(
             body,
@@ -47,7 +47,7 @@ class ChatCompletions:
             logprobs=(False,),
             top_logprobs=(0,),
             tool_choice=("auto", "none"),
-            functions=([],),  # before there were tools
+            functions=([],),  # the predecessor of tools
             function_call=("auto", "none"),
             modalities=(["text"],),
             response_format=({"type": "text"},),
@@ -55,8 +55,8 @@ class ChatCompletions:
         tools = [_tool(tool) for tool in list_of(body, "tools")]
         messages = [_message(message) for message in list_of(body, "messages")]
         if not messages:
-            raise BadRequest("there are no messages")
-        return Request(
+            raise BadRequest("the request has no messages")
+        return ModelRequest(
             messages=messages,
             tools=tools if body.get("tool_choice") != "none" else None,
             max_tokens=token_limit(body, "max_completion_tokens", "max_tokens"),
@@ -65,8 +65,8 @@ class ChatCompletions:
             body=body,
         )
 
-    def answer(self, name: str, request: Request, reply: Reply) -> dict[str, Any]:
-        """The response with the id ``name``."""
+    def answer(self, name: str, request: ModelRequest, reply: Reply) -> dict[str, Any]:
+        """Return the response to ``request``, with the id ``name``."""
         said = reply.message
         calls = said.get("tool_calls")
         message = {"role": "assistant", "content": said["content"] or (None if calls else "")}
@@ -90,8 +90,8 @@ class ChatCompletions:
             },
         }
 
-    def events(self, answer: Mapping[str, Any], request: Request) -> Iterator[bytes]:
-        """The same response as a stream of server-sent events."""
+    def events(self, answer: Mapping[str, Any], request: ModelRequest) -> Iterator[bytes]:
+        """Yield the response ``answer`` as a stream of server-sent events."""
         head = {
             "id": answer["id"],
             "object": "chat.completion.chunk",
@@ -122,18 +122,18 @@ class ChatCompletions:
         yield b"data: [DONE]\n\n"
 
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
-        """An error in the API's form."""
+        """Return an error in the API's format."""
         return {"error": {"message": message, "type": KINDS[kind], "param": None, "code": code}}
 
     def error_event(self, kind: str, code: str, message: str) -> bytes:
-        """The same as the last event of a stream."""
+        """Return an error as the last event of a stream."""
         return event(self.error(kind, code, message))
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise BadRequest(f"a tool of type {tool.get('type')!r}; only functions are supported")
+        raise BadRequest(f"a tool has the type {tool.get('type')!r}; only functions are supported")
     return function_tool(
         function.get("name"), function.get("description"), function.get("parameters")
     )
@@ -149,12 +149,12 @@ def _message(message: Mapping[str, Any]) -> Message:
     if role == "tool":
         return {"role": "tool", "content": text, "tool_call_id": message.get("tool_call_id")}
     if role != "assistant":
-        raise BadRequest(f"a message has the role {role!r}")
+        raise BadRequest(f"a message has the unsupported role {role!r}")
     calls = []
     for call in list_of(message, "tool_calls"):
         function = call.get("function")
         if not isinstance(function, Mapping):
-            raise BadRequest(f"a tool call of type {call.get('type')!r}; expected a function's")
+            raise BadRequest(f"a tool call has the type {call.get('type')!r}; expected function")
         calls.append(function_call(call.get("id"), function.get("name"), function.get("arguments")))
     thought = message.get("reasoning_content") or message.get("reasoning")
     return assistant(text, text_of(thought), calls)

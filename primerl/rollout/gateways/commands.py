@@ -1,4 +1,4 @@
-"""Rollouts of command-line agents, which reach the policy through the gateway."""
+"""Environments whose agent is a command-line program that samples through the gateway."""
 
 import asyncio
 import contextlib
@@ -30,11 +30,11 @@ CommandReward = Callable[[Task, "CommandRun"], float | Awaitable[float]]
 
 @attrs.frozen(kw_only=True, eq=False)
 class CommandRun:
-    """How a command-line agent ended.
+    """The outcome of one run of a command-line agent.
 
-    ``exit_code`` is None if it was ended by a limit of time, and 128 + the signal's number if by a
-    signal. ``output`` is the beginning and end of what it printed. ``folder`` is where it ran,
-    unless that was a runtime.
+    ``exit_code`` is None if the time limit ended the program, and 128 + the signal's number if a
+    signal ended it. ``output`` is the beginning and end of what the program printed. ``folder`` is
+    the folder in which it ran; None if it ran in a runtime.
     """
 
     session: GatewaySession
@@ -56,30 +56,32 @@ def command_agent(
     limits: AgentLimits | None = None,
     keep_conversation: bool = False,
 ) -> "CommandAgent":
-    """An environment in which a program is the agent: any that takes a base URL and a key.
+    """Return an environment whose agent is a program: any that accepts a base URL and a key.
 
         def command(task, session):
             return ["mini", "--yolo", "--task", task["prompt"], "--model", "openai/policy"]
 
         environment = rollout.command_agent(command, tokenizer, reward=tests_pass)
 
-    The program finds the gateway in ``OPENAI_BASE_URL`` and ``ANTHROPIC_BASE_URL`` with their keys;
-    ``command`` may also use ``session.base_url`` and ``session.key``. It runs in a new folder, as a
-    process of this machine with few of its environment variables, or in a ``runtime``. That is no
-    protection from what a model writes: for untrusted commands pass a runtime that isolates. A
-    runtime on another machine needs a route to the gateway, which listens on 127.0.0.1 only.
+    The environment variables ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and the matching API keys
+    tell the program how to reach the gateway. ``command`` may also use ``session.base_url`` and
+    ``session.key``. Without a ``runtime``, the program runs as a process of this machine, in a new
+    folder and with few of this process's environment variables. This does not protect the machine
+    from commands that a model writes: for untrusted commands, pass a runtime that isolates them. A
+    runtime on another machine needs a network connection to the gateway, which listens on 127.0.0.1
+    only.
 
     Args:
         command: ``(task, session) -> argv``.
         tokenizer: a Hugging Face tokenizer with a chat template.
-        reward: ``(task, run) -> number``, while the folder or runtime is there.
-        prepare: ``(task, folder)``: writes the files that the agent works on.
-        runtime: ``(task) -> async context manager`` of a place to run it, such as a sandbox with
-            verifiers' ``Runtime`` methods.
-        variables: further environment variables.
-        renderer: as of ``rollout.verifiers``.
-        limits: of turns, tokens, time, and characters of output that are kept.
-        keep_conversation: whether rollouts have their ``conversation``.
+        reward: ``(task, run) -> number``, called while the folder or runtime still exists.
+        prepare: ``(task, folder)``; writes the files that the agent works on.
+        runtime: ``(task) -> async context manager``, which yields a place to run the program, such
+            as a sandbox with the methods of verifiers' ``Runtime``.
+        variables: further environment variables for the program.
+        renderer: as in ``rollout.verifiers``.
+        limits: limits on turns, tokens and time, and on the characters of output that are kept.
+        keep_conversation: whether each rollout stores its messages in ``conversation``.
     """
     return CommandAgent(
         command=command,
@@ -96,10 +98,9 @@ def command_agent(
 
 @attrs.define(kw_only=True, eq=False, slots=False)
 class CommandAgent:
-    """``async (task, engine, params) -> Rollout``: made by ``command_agent``.
+    """An environment, ``async (task, engine, params) -> Rollout``, made by ``command_agent``.
 
-    It can be pickled: a gateway is started on the first call, once for each event loop, and closed
-    by ``aclose``.
+    It can be pickled: the first call on each event loop starts a gateway, which ``aclose`` closes.
     """
 
     command: Command
@@ -122,8 +123,8 @@ class CommandAgent:
         """Play ``task``.
 
         Raises:
-            FileNotFoundError: the program is not there.
-            Exception: what the engine, ``prepare`` or the runtime raises.
+            FileNotFoundError: the program does not exist.
+            Exception: any error of the engine, of ``prepare`` or of the runtime.
         """
         served = await self._gateway()
         async with (
@@ -172,7 +173,7 @@ class CommandAgent:
                 yield None, runtime
             return
         supervised = launch.make_folder("primerl-agent-")
-        folder = Path(supervised, "work")  # without the supervisor's file
+        folder = Path(supervised, "work")  # a subfolder, which does not hold the supervisor's file
         folder.mkdir()
         try:
             if self.prepare is not None:
@@ -204,13 +205,16 @@ async def _run_there(
 async def _run_here(
     argv: list[str], variables: dict[str, str], folder: Path, limits: AgentLimits
 ) -> tuple[int | None, str]:
-    """Run a program under a supervisor, which ends all that it started."""
+    """Run a program under a supervisor, which ends all processes that the program started."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     environment = {**passed_on, **variables}
     program = os.path.join(folder, argv[0]) if os.path.dirname(argv[0]) else argv[0]
     if shutil.which(program, path=environment.get("PATH")) is None:
-        raise FileNotFoundError(f"the agent's program {argv[0]!r} is not there, or no program")
-    # A pipe of our own: asyncio would wait for those who hold its pipes after the program's end.
+        raise FileNotFoundError(
+            f"the agent's program {argv[0]!r} was not found, or is not executable"
+        )
+    # Our own pipe: with asyncio's, waiting for the program would also wait for other processes
+    # that hold the pipe after the program has ended.
     source, sink = os.pipe()
     reader, pipe = await _opened(source)
     try:
@@ -242,7 +246,7 @@ async def _run_here(
                 await process.wait()
                 await asyncio.wait([reading])
         pipe.close()
-        output = await reading  # ends with the pipe
+        output = await reading  # ends when the pipe is closed
     return exit_code, output
 
 
@@ -255,7 +259,7 @@ async def _opened(source: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransp
 
 
 async def _ends_of(stream: asyncio.StreamReader, limit: int) -> str:
-    """The beginning and end of all that a program prints."""
+    """Read ``stream`` to its end, and return the beginning and end of its content."""
     head, tail, size = b"", b"", 0
     while chunk := await stream.read(1 << 16):
         size += len(chunk)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses (https://platform.openai.com/docs/api-reference/responses)."""
+"""OpenAI's Responses API (https://platform.openai.com/docs/api-reference/responses)."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from primerl.rollout.conversations.messages import Message, text_of
 from primerl.rollout.gateways.apis import (
     COMMENT,
     BadRequest,
-    Request,
+    ModelRequest,
     assistant,
     event,
     function_call,
@@ -23,16 +23,16 @@ from primerl.rollout.gateways.chat_completions import KINDS
 
 
 class Responses:
-    """The API of Codex and of newer clients; ``previous_response_id`` is understood."""
+    """The Responses API, which Codex and newer clients use, with ``previous_response_id``."""
 
     path = "/v1/responses"
     ping = COMMENT
 
-    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> Request:
-        """The request in ``body``.
+    def parse(self, body: Mapping[str, Any], replies: Mapping[str, Reply]) -> ModelRequest:
+        """Parse a request's ``body``.
 
         Raises:
-            BadRequest: it asks for what can't be done.
+            BadRequest: the request is invalid, or asks for something unsupported.
         """
         refuse(
             body,
@@ -56,8 +56,8 @@ class Responses:
         else:
             messages += _folded(list_of(body, "input"))
         if not messages:
-            raise BadRequest("there is no input")
-        return Request(
+            raise BadRequest("the request has no input")
+        return ModelRequest(
             messages=messages,
             tools=tools if body.get("tool_choice") != "none" else None,
             max_tokens=token_limit(body, "max_output_tokens"),
@@ -66,8 +66,8 @@ class Responses:
             body=body,
         )
 
-    def answer(self, name: str, request: Request, reply: Reply) -> dict[str, Any]:
-        """The response with the id ``name``."""
+    def answer(self, name: str, request: ModelRequest, reply: Reply) -> dict[str, Any]:
+        """Return the response to ``request``, with the id ``name``."""
         cut = reply.finish_reason != "stop"
         sampled = len(reply.call.completion.token_ids)
         return {
@@ -96,8 +96,8 @@ class Responses:
             },
         }
 
-    def events(self, answer: Mapping[str, Any], request: Request) -> Iterator[bytes]:  # noqa: ARG002
-        """The same response as a stream of server-sent events."""
+    def events(self, answer: Mapping[str, Any], request: ModelRequest) -> Iterator[bytes]:  # noqa: ARG002
+        """Yield the response ``answer`` as a stream of server-sent events."""
         opened = {**answer, "status": "in_progress", "output": [], "usage": None}
         opened["incomplete_details"] = None
         numbered = [
@@ -111,11 +111,11 @@ class Responses:
             yield event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def error(self, kind: str, code: str, message: str) -> dict[str, Any]:
-        """An error in the API's form."""
+        """Return an error in the API's format."""
         return {"error": {"message": message, "type": KINDS[kind], "param": None, "code": code}}
 
     def error_event(self, kind: str, code: str, message: str) -> bytes:
-        """The same as the last event of a stream; the field "error" is for OpenAI's clients."""
+        """Return an error as the last event of a stream, with "error" for OpenAI's clients."""
         said = self.error(kind, code, message)
         return event(
             {
@@ -131,7 +131,7 @@ class Responses:
 
 
 def _items(name: str, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A message as items of a response's output."""
+    """Convert a message to the output items of a response."""
     items: list[dict[str, Any]] = []
     if "reasoning_content" in said:
         summary = [{"type": "summary_text", "text": said["reasoning_content"]}]
@@ -187,22 +187,22 @@ def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, dic
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise BadRequest(f"a tool of type {tool.get('type')!r}; only functions are supported")
+        raise BadRequest(f"a tool has the type {tool.get('type')!r}; only functions are supported")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
 
 def _earlier(name: Any, replies: Mapping[str, Reply]) -> list[Message]:
-    """The conversation up to the response ``name``, without its instructions."""
+    """Return the conversation up to the response ``name``, without its instructions."""
     if name is None:
         return []
     if name not in replies:
-        raise BadRequest(f"previous_response_id={name!r} is none of this rollout's")
+        raise BadRequest(f"previous_response_id={name!r} is not a response of this rollout")
     messages = replies[name].conversation
     return messages[1:] if messages[0]["role"] == "system" else messages
 
 
 def _folded(items: list[Mapping[str, Any]]) -> Iterator[Message]:
-    """Items of an input as messages; what an assistant said and called in a row is one."""
+    """Convert input items to messages, and merge consecutive items of the assistant into one."""
     said: list[Mapping[str, Any]] = []
     for item in items:
         kind, role = item.get("type", "message"), item.get("role")
@@ -219,7 +219,7 @@ def _folded(items: list[Mapping[str, Any]]) -> Iterator[Message]:
             text = text_of(item.get("content"))
             yield {"role": "user" if role == "user" else "system", "content": text}
         else:
-            raise BadRequest(f"an input item of type {kind!r} and role {role!r} is not supported")
+            raise BadRequest(f"an input item with type {kind!r} and role {role!r} is not supported")
     if said:
         yield _assistant(said)
 

@@ -1,4 +1,4 @@
-"""The gateway's HTTP server, on the loopback interface of the machine that plays rollouts."""
+"""The gateway's HTTP server, which listens on loopback where the rollouts are played."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from primerl.rollout.conversations.calls import ContextFull
 from primerl.rollout.conversations.history import History, Reply, Unrenderable
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.gateways.anthropic_messages import AnthropicMessages
-from primerl.rollout.gateways.apis import Api, BadRequest, Request
+from primerl.rollout.gateways.apis import Api, BadRequest, ModelRequest
 from primerl.rollout.gateways.chat_completions import ChatCompletions
 from primerl.rollout.gateways.responses import Responses
 from primerl.rollout.gateways.sessions import GatewaySession
@@ -24,7 +24,7 @@ from primerl.types import SamplingParams
 
 MAX_BODY = 1 << 26  # bytes of one request
 CLOSE_S = 5.0
-PING_S = 15.0  # clients give up streams that are silent for minutes
+PING_S = 15.0  # clients abandon streams that are silent for minutes
 APIS: tuple[Api, ...] = (ChatCompletions(), Responses(), AnthropicMessages())
 
 
@@ -36,7 +36,7 @@ def gateway(
     renderer: Any = None,
     keep_reasoning: bool = False,
 ) -> "Gateway":
-    """A server at which agents that we did not write sample from ``engine``.
+    """Return a server through which agents that speak a public API sample from ``engine``.
 
         async with rollout.gateway(engine, tokenizer, params=params) as gateway:
             async with gateway.open() as agent:
@@ -44,17 +44,17 @@ def gateway(
                 ...
             played = agent.rollout(reward=1.0)
 
-    It speaks OpenAI's Chat Completions and Responses and Anthropic's Messages, streamed or not, on
-    127.0.0.1. Each rollout has a key; see ``History`` for how its requests become samples. What a
-    client asks of the sampling itself (``temperature``, ``top_p``, ``seed``) is ignored, since
-    ``params`` decide; ``max_tokens`` may lower theirs, and what would change the reply's text, such
-    as ``stop``, is refused.
+    It serves OpenAI's Chat Completions and Responses and Anthropic's Messages, streamed or not, on
+    127.0.0.1. Each rollout has its own key; see ``History`` for how its requests become samples.
+    ``params`` fix the sampling, so a client's ``temperature``, ``top_p`` and ``seed`` are ignored.
+    A client's ``max_tokens`` can only lower that of ``params``. Requests with settings that would
+    change the reply's text, such as ``stop``, are refused.
 
     Args:
-        engine: samples; may be given to ``Gateway.open`` instead.
+        engine: the engine that samples; may be passed to ``Gateway.open`` instead.
         tokenizer: a Hugging Face tokenizer with a chat template.
-        params: of every reply, as with ``engine``.
-        renderer: as of ``rollout.verifiers``; by default the one that fits the tokenizer best.
+        params: sampling parameters of every reply; may be passed to ``Gateway.open`` instead.
+        renderer: as in ``rollout.verifiers``; by default the renderer that fits the tokenizer best.
         keep_reasoning: see ``History``.
     """
     return Gateway(
@@ -66,7 +66,7 @@ def gateway(
 
 
 class Gateway:
-    """A running gateway: made by ``gateway``, an asynchronous context manager."""
+    """A gateway, made by ``gateway``; it runs while its asynchronous context is open."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Gateway:
             app.router.add_post(api.path, _handler(self, api))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/v1/models", self._models)
-        # A client that leaves cancels its handler, and so its request to the engine.
+        # When a client disconnects, its handler is cancelled, and with it the engine's request.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
         )
@@ -113,14 +113,16 @@ class Gateway:
         params: SamplingParams | None = None,
         limits: AgentLimits | None = None,
     ) -> AsyncIterator[GatewaySession]:
-        """The base URL and key of one rollout, until the context is left.
+        """Open one rollout's session, which has a base URL and a key, until the context exits.
 
         Raises:
-            ValueError: no engine or no ``params`` were given, here or to ``gateway``.
+            ValueError: an engine or ``params`` were given neither here nor to ``gateway``.
         """
         engine, params = engine or self._engine, params or self._params
         if engine is None or params is None:
-            raise ValueError("the gateway has no engine or no params; pass them to open()")
+            raise ValueError(
+                "the gateway has no engine or no params; pass them to gateway() or open()"
+            )
         history = History(
             engine,
             self._renderer,
@@ -137,7 +139,7 @@ class Gateway:
             del self._sessions[session.name]
 
     def _authorised(self, headers: Mapping[str, str]) -> tuple[GatewaySession, str] | None:
-        """The rollout and agent whose key a request has."""
+        """Return the rollout and agent that a request's key belongs to, or None."""
         bearer = headers.get("Authorization", "").removeprefix("Bearer ")
         name, _, secret = (headers.get("x-api-key") or bearer).partition(".")
         session = self._sessions.get(name)
@@ -147,7 +149,7 @@ class Gateway:
     async def _serve(self, http: web.Request, api: Api) -> web.StreamResponse:
         known = self._authorised(http.headers)
         if known is None:
-            message = "the key is none of a rollout that is being played"
+            message = "unknown or expired key: no rollout in progress has it"
             return _error(api, 401, "authentication", "invalid_api_key", message)
         session, agent = known
         try:
@@ -155,7 +157,7 @@ class Gateway:
             request = api.parse(_parsed(content), session.replies)
         except web.HTTPRequestEntityTooLarge:
             session.outcomes["refused"] += 1
-            too_large = f"the request has more than {MAX_BODY:,} bytes"
+            too_large = f"the request is larger than {MAX_BODY:,} bytes"
             return _error(api, 413, "invalid", "request_too_large", too_large)
         except ValueError as error:
             session.outcomes["refused"] += 1
@@ -166,19 +168,19 @@ class Gateway:
         try:
             async with _pings(http, response, api.ping if request.stream else None):
                 reply = await session.reply(request, agent, digest)
-        except LimitReached as limit:  # 400: clients try others again
+        except LimitReached as limit:  # 400, because clients retry after other statuses
             failure = 400, "invalid", limit.reason, str(limit)
         except ContextFull as full:
             failure = 400, "invalid", "context_length_exceeded", str(full)
         except Unrenderable as refused:
             failure = 400, "invalid", "invalid_request", str(refused)
-        except Exception as failed:  # the session has it, and raises it when the rollout is made
+        except Exception as failed:  # the session stores it, and raises it in ``rollout()``
             failure = 500, "engine", "engine_error", f"{type(failed).__name__}: {failed}"
         else:
             return await self._deliver(http, api, session, request, reply, digest, response)
         if not response.prepared:
             return _error(api, *failure)
-        await response.write(api.error_event(*failure[1:]))  # too late for a status
+        await response.write(api.error_event(*failure[1:]))  # the status has been sent
         await response.write_eof()
         return response
 
@@ -187,7 +189,7 @@ class Gateway:
         http: web.Request,
         api: Api,
         session: GatewaySession,
-        request: Request,
+        request: ModelRequest,
         reply: Reply,
         digest: bytes,
         response: web.StreamResponse,
@@ -212,7 +214,9 @@ class Gateway:
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         if self._authorised(http.headers) is None:
-            return _error(APIS[0], 401, "authentication", "invalid_api_key", "the key is not known")
+            return _error(
+                APIS[0], 401, "authentication", "invalid_api_key", "unknown or expired key"
+            )
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "primerl"}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
@@ -220,7 +224,7 @@ class Gateway:
         api = APIS[2]
         known = self._authorised(http.headers)
         if known is None:
-            return _error(api, 401, "authentication", "invalid_api_key", "the key is not known")
+            return _error(api, 401, "authentication", "invalid_api_key", "unknown or expired key")
         try:
             request = api.parse(_parsed(await http.read()), {})
         except ValueError as error:
@@ -235,10 +239,10 @@ class Gateway:
 async def _pings(
     http: web.Request, response: web.StreamResponse, ping: bytes | None
 ) -> AsyncIterator[None]:
-    """Meanwhile, show a client that waits for a stream every ``PING_S`` that it will come."""
+    """Send ``ping`` to a streaming client every ``PING_S`` seconds while the engine samples."""
 
     async def send() -> None:
-        with contextlib.suppress(ConnectionError):  # the client's leaving cancels the handler
+        with contextlib.suppress(ConnectionError):  # a disconnect also cancels the handler
             while ping is not None:
                 await asyncio.sleep(PING_S)
                 if not response.prepared:
@@ -250,7 +254,7 @@ async def _pings(
         yield
     finally:
         if sending is not None:
-            sending.cancel()  # without waiting: nothing may come between a reply and its delivery
+            sending.cancel()  # not awaited: nothing may come between a reply and its delivery
 
 
 def _handler(server: Gateway, api: Api) -> Any:
@@ -263,10 +267,10 @@ def _handler(server: Gateway, api: Api) -> Any:
 def _parsed(content: bytes) -> Mapping[str, Any]:
     try:
         body = json.loads(content)
-    except (ValueError, RecursionError) as error:  # invalid UTF-8, too
+    except (ValueError, RecursionError) as error:  # ValueError: also for invalid UTF-8
         raise BadRequest(f"the request is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("the request is not an object")
+        raise BadRequest("the request is not a JSON object")
     return body
 
 

@@ -1,4 +1,4 @@
-"""One rollout behind a gateway: its keys, its history, its limits, and how its requests ended."""
+"""A gateway's session of one rollout: its keys, history, limits and request outcomes."""
 
 import asyncio
 import hmac
@@ -11,24 +11,24 @@ from primerl.rollout.agents.limits import AgentLimits, Budget, LimitReached
 from primerl.rollout.agents.loop import history_rollout
 from primerl.rollout.conversations.calls import ContextFull
 from primerl.rollout.conversations.history import History, Reply, Unrenderable
-from primerl.rollout.gateways.apis import Request
+from primerl.rollout.gateways.apis import ModelRequest
 from primerl.types import Rollout
 
 OUTCOMES = (
-    "answered",  # the client has the whole reply
-    "redelivered",  # the same, of a reply that was sampled for an earlier attempt
-    "disconnected",  # the client left before it had the reply
-    "limited",  # a limit was reached
+    "answered",  # the client received the whole reply
+    "redelivered",  # a reply that was sampled for an earlier attempt of the request was reused
+    "disconnected",  # the client disconnected before it had received the reply
+    "limited",  # the rollout reached a limit
     "context",  # the conversation fills the engine's context
-    "refused",  # the request can't be served
+    "refused",  # the request is invalid or unsupported
     "failed",  # the engine raised an error
 )
 
 
 class GatewaySession:
-    """A rollout whose agents ask through a gateway; made by ``Gateway.open``.
+    """A rollout whose agents sample through a gateway; made by ``Gateway.open``.
 
-    ``base_url`` and ``key`` are what an OpenAI client takes; ``anthropic_url`` is Anthropic's.
+    OpenAI's clients take ``base_url`` and ``key``; Anthropic's take ``anthropic_url`` and ``key``.
     """
 
     def __init__(self, history: History, limits: AgentLimits, *, url: str) -> None:
@@ -37,29 +37,29 @@ class GatewaySession:
         self.base_url = f"{url}/v1"
         self.history = history
         self.outcomes: Counter[str] = Counter()
-        """How many requests ended how; see ``OUTCOMES``."""
+        """The number of requests per outcome; see ``OUTCOMES``."""
         self.stop = "stop"
-        """Why the rollout ended, or would end now."""
+        """Why the rollout ended; before that, how the last request ended."""
         self.error: Exception | None = None
-        """The last error of the engine, which clients see as one of the server."""
+        """The engine's last error, if nothing was sampled since; clients see a server error."""
         self.replies: dict[str, Reply] = {}
-        """By their id in the Responses API."""
+        """Replies by their response id, for the Responses API."""
         self.malformed = 0
         self._budget = Budget(limits)
-        self._agents: dict[str, str] = {}  # by the secret of their key
+        self._agents: dict[str, str] = {}  # agent names by the secret of their key
         self._undelivered: dict[bytes, Reply] = {}
         self._requests: set[asyncio.Task[Any]] = set()
         self.closed = False
         self.key = self.key_for("policy")
 
     def key_for(self, agent: str) -> str:
-        """A key for a further agent of this rollout, whose conversations are kept apart."""
+        """Return a new key for ``agent``; each agent's conversations are recorded separately."""
         secret = secrets.token_urlsafe(24)
         self._agents[secret] = agent
         return f"{self.name}.{secret}"
 
     def agent_of(self, secret: str) -> str | None:
-        """Whose key it is; compared in a time that tells nothing of the key."""
+        """Return the agent that owns this key, or None (constant-time comparison)."""
         found = None
         for known, agent in self._agents.items():
             if hmac.compare_digest(known.encode(), secret.encode()):
@@ -68,7 +68,7 @@ class GatewaySession:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that clients and command-line agents read."""
+        """Environment variables from which clients and command-line agents read URLs and keys."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
@@ -77,15 +77,16 @@ class GatewaySession:
             "ANTHROPIC_API_KEY": self.key,
         }
 
-    async def reply(self, request: Request, agent: str, digest: bytes) -> Reply:
-        """The policy's reply; ``digest`` identifies the request as it was sent.
+    async def reply(self, request: ModelRequest, agent: str, digest: bytes) -> Reply:
+        """Return the policy's reply; ``digest`` identifies the request as it was sent.
 
-        A request whose reply was sampled, but did not arrive, gets that reply.
+        If a reply to the same request was sampled but not delivered, that reply is returned.
 
         Raises:
-            LimitReached, ContextFull: the request can't be served any more.
-            Unrenderable: it can't be served.
-            Exception: what the engine raises.
+            LimitReached: the rollout has reached a limit.
+            ContextFull: the prompt leaves no room for a reply.
+            Unrenderable: the messages can't be rendered.
+            Exception: any error of the engine.
         """
         reply = self._undelivered.pop(digest, None)
         if reply is not None:
@@ -114,14 +115,14 @@ class GatewaySession:
             self._requests.discard(current)
 
     def lost(self, reply: Reply, digest: bytes) -> None:
-        """Keep a reply that did not arrive for the next attempt of the same request."""
+        """Store a reply that was not delivered for the next attempt of the same request."""
         self._undelivered[digest] = reply
         self.outcomes["disconnected"] += 1
 
     async def close(self) -> None:
         """Refuse further requests, and cancel those in flight.
 
-        Replies that no client has received are not trained: they had no part in what happened.
+        Replies that no client has received are not trained, because they had no effect.
         """
         self.closed = True
         for task in list(self._requests):
@@ -140,16 +141,16 @@ class GatewaySession:
         stop: str | None = None,
         keep_conversation: bool = False,
     ) -> Rollout:
-        """What was sampled with its reward, one sample for each branch.
+        """Return the session as a ``Rollout`` with ``reward`` and one sample per branch.
 
         Args:
-            reward: of the rollout.
-            agents: whose tokens are trained; all by default.
-            stop: why it ended, if not by what the last request met.
-            keep_conversation: whether the rollout has its ``conversation``.
+            reward: the reward of the rollout.
+            agents: the agents whose tokens are trained; all by default.
+            stop: why the rollout ended; by default, how the last request ended.
+            keep_conversation: whether the rollout stores its messages in ``conversation``.
 
         Raises:
-            Exception: the last error of the engine, if nothing was sampled after it.
+            Exception: the engine's last error, if nothing was sampled after it.
         """
         if self.error is not None:
             raise self.error
@@ -167,7 +168,7 @@ class GatewaySession:
             keep_conversation=keep_conversation,
         )
 
-    async def _sample(self, request: Request, agent: str) -> Reply:
+    async def _sample(self, request: ModelRequest, agent: str) -> Reply:
         left = self._budget.begin_turn()
         limits = [limit for limit in (left, request.max_tokens) if limit is not None]
         deadline = asyncio.timeout(max(0.0, self._budget.seconds_left))
@@ -182,7 +183,7 @@ class GatewaySession:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            used = f"the rollout's {self._budget.limits.timeout_s} s are over"
+            used = f"the rollout reached its limit of {self._budget.limits.timeout_s} s"
             raise LimitReached("timeout", used) from None
         self.error = None
         self._budget.tokens += len(reply.call.completion.token_ids)

@@ -1,1 +1,1 @@
-"""Child processes: starting, calling, watching and ending them."""
+"""Child processes: how they are started, called, watched and ended."""

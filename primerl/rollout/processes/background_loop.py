@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own."""
+"""An event loop that runs in its own thread."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ STOP_S = 5.0
 
 
 class BackgroundLoop:
-    """Runs coroutines for any thread and any other event loop, until ``stop``."""
+    """An event loop in a thread, which runs coroutines for any thread or other event loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,15 +19,15 @@ class BackgroundLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the loop's thread is running."""
         return self._thread.is_alive()
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Schedule a coroutine; cancelling the future cancels it."""
+        """Schedule a coroutine; cancelling the returned future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call_soon(self, function: Any, *args: Any) -> None:
-        """Call a function on the loop."""
+        """Schedule a call of a function on the loop."""
         self._loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
@@ -37,7 +37,7 @@ class BackgroundLoop:
         self.end(STOP_S)
 
     def end(self, timeout_s: float) -> None:
-        """End the thread, whatever is running; one that is blocked for ``timeout_s`` is left."""
+        """End the thread, whatever is running; abandon it if it is blocked for ``timeout_s``."""
         if self.alive:
             self.call_soon(self._loop.stop)
             self._thread.join(timeout_s)

@@ -1,11 +1,11 @@
-"""Calls in both directions over one socket, between a process and its child.
+"""A channel: calls in both directions over one socket, between a process and its child.
 
-Both ends belong to one run and run the same code, so pickle is safe here; a channel is only ever
+Both ends belong to one run and run the same code, so pickle is safe here. A channel is only ever
 opened on an inherited socket, never on an address.
 
-A message is a pickle with its large buffers (numpy arrays) beside it, which are not copied, in
-frames of bounded size: a message may have any size, and short ones (a heartbeat, a cancellation)
-are sent between the frames of long ones.
+A message is a pickle with its large buffers (numpy arrays), which are not copied. It is sent in
+frames of bounded size: a message may have any size, and a short message (a heartbeat, a
+cancellation) is sent between the frames of a long one.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ import cloudpickle
 from primerl.rollout.errors import describe_error, rebuild_error, summary
 from primerl.rollout.processes.pickling import dumps
 
-FRAME = struct.Struct("<QI")  # the message's number, and bytes of the frame: 0 aborts the message
+FRAME = struct.Struct("<QI")  # message number, bytes of the frame; 0 bytes abort the message
 _HEADER = struct.Struct("<QQI")  # bytes of the envelope, bytes of the content, number of buffers
-_BUFFER = struct.Struct("<Q?")  # bytes of a buffer, and whether it may be written to
-_IN_BAND = 4096  # smaller buffers cost less inside the pickle
+_BUFFER = struct.Struct("<Q?")  # bytes of a buffer, whether it is writable
+_IN_BAND = 4096  # bytes; smaller buffers cost less inside the pickle
 FRAME_BYTES = 1 << 20
 
 Handlers = Mapping[str, Callable[..., Any]]
@@ -36,7 +36,10 @@ Handlers = Mapping[str, Callable[..., Any]]
 
 @attrs.frozen
 class Message:
-    """A received message; its content is pickled, so a failure to load it fails its call alone."""
+    """A received message.
+
+    Its content stays pickled until ``load``, so a failure to load it fails only its own call.
+    """
 
     kind: str
     number: int
@@ -45,12 +48,12 @@ class Message:
     buffers: list[Any]
 
     def load(self) -> Any:
-        """The content, unpickled."""
+        """Return the unpickled content."""
         return pickle.loads(self.content, buffers=self.buffers)
 
 
 def encode(kind: str, number: int, name: str, content: Any, *, by_value: bool = False) -> list[Any]:
-    """A message as a list of buffers; ``by_value`` as in ``Channel``."""
+    """Encode a message as a list of buffers; ``by_value`` is explained in ``Channel``."""
     buffers: list[Any] = []
 
     def in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -75,7 +78,7 @@ def encode(kind: str, number: int, name: str, content: Any, *, by_value: bool = 
 
 
 def frames(parts: list[Any], number: int, frame_bytes: int) -> Iterator[list[Any]]:
-    """An encoded message in frames of at most ``frame_bytes``, each a list of buffers to write."""
+    """Split an encoded message into frames of at most ``frame_bytes``, each a list of buffers."""
     pieces: list[memoryview] = []
     room = frame_bytes
     for part in parts:
@@ -99,7 +102,7 @@ class IncomingMessage:
         self._missing = memoryview(next(self._parts))
 
     def add(self, frame: bytes) -> Message | None:
-        """Add a frame; returns the message when that was the last one."""
+        """Add a frame; return the message if this was its last frame."""
         rest = memoryview(frame)
         while rest:
             count = min(len(rest), len(self._missing))
@@ -115,7 +118,7 @@ class IncomingMessage:
 
 
 def _decode() -> Generator[bytearray, None, Message]:
-    """Yields the parts of an encoded message, to be filled one after the other; returns it."""
+    """Yield a buffer for each part of an encoded message, to be filled; return the message."""
     header = bytearray(_HEADER.size)
     yield header
     envelope_size, content_size, count = _HEADER.unpack(header)
@@ -145,11 +148,11 @@ class Channel:
     """One end of a connection: ``call`` runs a handler at the other end and returns its result.
 
     A handler is a function or coroutine function, found by its name. Cancelling a call cancels
-    the handler. An exception in a handler is raised by ``call``, its causes included, with the
-    handler's traceback in a note.
+    the handler. ``call`` raises the handler's exception, with its causes, and with the handler's
+    traceback in a note.
 
-    ``by_value`` pickles the code of arguments for an end that can't import it (a script's, a
-    notebook's). ``max_message_bytes`` refuses to send larger messages.
+    ``by_value`` pickles the code of arguments for an end that can't import it (code of a script or
+    a notebook). Messages larger than ``max_message_bytes`` are not sent.
     """
 
     def __init__(
@@ -174,17 +177,18 @@ class Channel:
 
     @classmethod
     async def over(cls, sock: socket.socket, handlers: Handlers, **options: Any) -> "Channel":
-        """A channel over a connected socket, which it owns from now on."""
+        """Open a channel over a connected socket, which the channel then owns."""
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
         return cls(reader, writer, handlers, **options)
 
     async def call(self, name: str, *args: Any) -> Any:
-        """The result of the handler ``name`` at the other end.
+        """Run the handler ``name`` at the other end and return its result.
 
         Raises:
             ChannelClosed: the other end is closed, before or while it runs the handler.
-            ValueError: the arguments can't be sent. What the handler raises is raised.
+            ValueError: the arguments can't be sent.
+            Exception: what the handler raises.
         """
         number = next(self._call_numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -199,7 +203,7 @@ class Channel:
             self._calls.pop(number, None)
 
     def notify(self, name: str, *args: Any) -> None:
-        """Run the handler ``name`` at the other end, without an answer."""
+        """Run the handler ``name`` at the other end without waiting for it."""
         self._post("notify", 0, name, args)
 
     async def serve(self) -> None:
@@ -213,7 +217,7 @@ class Channel:
             self.close()
 
     def close(self) -> None:
-        """Close this end: pending calls fail, running handlers are cancelled."""
+        """Close this end: pending calls fail, and running handlers are cancelled."""
         if not self._writer.is_closing():
             self._writer.write_eof()  # a fork of this process may hold the socket open
         self._writer.close()
@@ -221,11 +225,11 @@ class Channel:
             if not answer.done():
                 answer.set_exception(ChannelClosed("the other process is gone"))
         for task in self._running.values():
-            if not task.cancelling():  # a second time would cut its cleanup off
+            if not task.cancelling():  # a second cancellation would cut off its cleanup
                 task.cancel()
 
     async def wait_for_handlers(self, timeout_s: float) -> None:
-        """After ``close``: wait until the handlers that were cancelled have cleaned up."""
+        """After ``close``, wait until the cancelled handlers have cleaned up."""
         if self._running:
             await asyncio.wait(self._running.values(), timeout=timeout_s)
 
@@ -243,7 +247,7 @@ class Channel:
         elif (answer := self._calls.get(number)) is not None and not answer.done():
             try:
                 result = message.load()
-            except Exception as error:  # for example, of a class that only the other end has
+            except Exception as error:  # for example, only the other end has its class
                 answer.set_exception(
                     rebuild_error(
                         [(None, f"the answer can't be rebuilt here: {summary(error)}", "")]
@@ -263,7 +267,7 @@ class Channel:
                 result = await result
             await self._send("return", number, "", result)
         except asyncio.CancelledError:
-            # Raised as itself, it would look as if the caller were cancelled.
+            # A CancelledError would look to the caller as if the caller itself were cancelled.
             error = RuntimeError(f"{name!r} was cancelled in the other process")
             self._post("raise", number, "", describe_error(error))
             raise
@@ -293,13 +297,13 @@ class Channel:
         if self.max_message_bytes is not None and size > self.max_message_bytes:
             raise ValueError(
                 f"a message of {size:,} bytes ({kind} {name}) exceeds "
-                f"{self.max_message_bytes:,}; an environment's reply should be shorter"
+                f"{self.max_message_bytes:,}; make the environment's reply shorter"
             )
         message_number = next(self._message_numbers)
         try:
             for frame in frames(parts, message_number, FRAME_BYTES):
                 if self._writer.is_closing():
-                    return  # serve() notices that the other end has closed
+                    return  # serve() handles the closing of the other end
                 self._writer.writelines(frame)
                 with contextlib.suppress(ConnectionError):
                     await self._writer.drain()

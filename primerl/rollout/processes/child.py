@@ -1,8 +1,8 @@
 """Child processes that serve calls and never outlive the process that started them.
 
-A child is a fresh interpreter (never a fork) under a supervisor, which ends it and everything that
-it started. It inherits one end of a socket pair, so no address or shared memory can be left behind;
-its temporary files are in a folder of its own.
+A child is a fresh interpreter (never a fork) under a supervisor, which ends the child and
+everything that it started. The child inherits one end of a socket pair, so no address or shared
+memory can be left behind. Its temporary files are in a folder that is removed with it.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from primerl.rollout.processes.pickling import load_arguments
 START_S = 120.0
 STOP_S = 10.0
 POLL_S = 0.25
-EXIT_CODE_S = 3.0  # in which a supervisor ends what the child started and returns its exit code
-ORPHAN_S = 0.05  # between the end of a parent's connection and its death
+EXIT_CODE_S = 3.0  # for a supervisor to end what the child started and return its exit code
+ORPHAN_S = 0.05  # a dying parent's connection may end this long before its process
 _THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM", "RAYON")
 
 
 class ProcessDied(RuntimeError):
-    """A child process has died; the message says which, and the cause of death."""
+    """A child process has died; the message names the process and the cause of death."""
 
 
 class Child:
@@ -46,15 +46,16 @@ class Child:
         await child.close()
 
     Args:
-        name: of the process in error messages.
-        served: an importable class. The child makes ``served(channel, **arguments)`` and answers
-            calls with its methods. ``astart`` is awaited at the beginning, ``aclose`` at the end.
-        threads: of numerical libraries in the child.
-        by_value: pickle the code of arguments for a child that can't import it (a script's).
-        context: what the child inherits; by default that of this process now.
+        name: the name of the process in error messages.
+        served: an importable class. The child creates ``served(channel, **arguments)`` and answers
+            calls with the object's methods. It awaits ``astart`` at the beginning and ``aclose`` at
+            the end.
+        threads: threads of numerical libraries in the child.
+        by_value: pickle the code of arguments, for a child that can't import it (a script's code).
+        context: what the child inherits; by default, this process's current context.
 
     Attributes:
-        pid: the process's id; None until it answers.
+        pid: the process's id; None until the child answers.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it is running and can be called."""
+        """Whether the child is running and can be called."""
         return self.pid is not None and self._serving is not None and not self._serving.done()
 
     async def start(
@@ -92,20 +93,18 @@ class Child:
         make_timeout_s: float = START_S,
         advice: str = "",
     ) -> None:
-        """Start the process and wait until its object is made.
-
-        The object's ``arguments`` are from ``pickle_arguments``; the child may call ``handlers``.
+        """Start the process and wait until its object is created.
 
         Args:
-            arguments: of the object, by name.
-            handlers: what the child may call.
-            make_timeout_s: how long making the object may take.
-            advice: for the error where it takes longer.
+            arguments: the object's arguments by name, from ``pickle_arguments``.
+            handlers: functions of this process that the child may call.
+            make_timeout_s: how long creating the object may take.
+            advice: appended to the error message if a timeout expires.
 
         Raises:
-            RuntimeError: it was started before, it died, or it took longer than ``START_S`` to
-                answer, or than ``make_timeout_s`` to make its object. What making it raises is
-                raised.
+            RuntimeError: the process was started before, it died, or it took longer than
+                ``START_S`` to answer or ``make_timeout_s`` to create its object.
+            Exception: what creating the object raises.
         """
         if self._process is not None:
             raise RuntimeError(f"{self.name} was started before")
@@ -144,10 +143,11 @@ class Child:
             raise
 
     async def call(self, name: str, *args: Any) -> Any:
-        """The result of a method of the child's object.
+        """Call a method of the child's object and return its result.
 
         Raises:
-            ProcessDied: it died before it answered. What the method raises is raised.
+            ProcessDied: the process died before it answered.
+            Exception: what the method raises.
         """
         assert self._channel is not None, "start() comes first"
         try:
@@ -161,7 +161,7 @@ class Child:
             self._channel.notify(name, *args)
 
     async def wait(self) -> str:
-        """Wait until the process has ended; returns a description of the cause."""
+        """Wait until the process has ended; return a description of the cause."""
         assert self._serving is not None, "start() comes first"
         await asyncio.wait([self._serving])
         return await self._cause_of_death()
@@ -185,13 +185,13 @@ class Child:
         remove_folder(self._folder)
 
     def kill(self, why: str = "") -> None:
-        """Kill the process and everything that it started; ``why`` is given in error messages."""
+        """Kill the process and everything that it started; ``why`` appears in error messages."""
         self._cause = self._cause or why
         if self._process is not None:
             self._process.terminate()
 
     def kill_and_wait(self) -> None:
-        """``kill``, and wait without an event loop until all processes have ended."""
+        """Kill, as ``kill`` does, and wait without an event loop until all processes have ended."""
         self.kill()
         if self._process is not None:
             launch.wait_until_over(self._process, self._folder, timeout_s=STOP_S)
@@ -201,7 +201,7 @@ class Child:
         """Close the channel when the process has ended, even if a fork holds its socket open."""
         while process.poll() is None:
             await asyncio.sleep(POLL_S)
-        await asyncio.sleep(POLL_S)  # for messages that are still in the socket
+        await asyncio.sleep(POLL_S)  # messages may still be in the socket
         channel.close()
 
     async def _wait_until_over(self, timeout_s: float) -> bool:
@@ -250,7 +250,7 @@ def _program(fd: int, context: LaunchContext) -> str:
 
 def _environment(context: LaunchContext, threads: int, folder: str) -> dict[str, str]:
     budget = {f"{library}_NUM_THREADS": str(threads) for library in _THREADS}
-    # Temporary files of the child's own subprocesses are put there, to be removed with the folder.
+    # TMPDIR also holds the temporary files of the child's subprocesses; all are removed with it.
     ours = {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
     return context.environment | budget | ours
 
@@ -259,7 +259,7 @@ def _environment(context: LaunchContext, threads: int, folder: str) -> dict[str,
 
 
 def run_child(fd: int, parent: int) -> None:
-    """The child's main function, called by the program that ``Child.start`` runs."""
+    """Run the child; called by the program that ``Child.start`` starts."""
     # The parent decides when to stop. (SIG_IGN would be inherited by subprocesses.)
     signal.signal(signal.SIGINT, lambda *_: None)
     os.set_inheritable(fd, False)
@@ -277,8 +277,8 @@ async def _serve(sock: socket.socket, parent: int) -> None:
         for method in dir(served):
             if not method.startswith("_"):
                 channel.handlers[method] = getattr(served, method)
-        # Scanning long-lived objects again took half of the time. Before the lag of the event loop
-        # is measured, which this would be the most of.
+        # Half of the time went into collections that scanned these long-lived objects again. This
+        # comes before astart, which begins to measure the event loop's lag: it takes long itself.
         gc.collect()
         gc.freeze()
         await served.astart()
@@ -288,7 +288,7 @@ async def _serve(sock: socket.socket, parent: int) -> None:
         await channel.serve()
     finally:
         await asyncio.sleep(ORPHAN_S)
-        if not alive(parent):  # nobody receives the errors that cancelled rollouts would raise
+        if not alive(parent):  # nobody would receive the errors of cancelled rollouts
             os.kill(os.getpid(), signal.SIGKILL)
         await channel.wait_for_handlers(STOP_S / 2)
         if served is not None:

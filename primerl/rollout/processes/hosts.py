@@ -1,4 +1,4 @@
-"""Where a worker's collector runs: on a thread of this process, or in a child process."""
+"""Hosts of a worker's collector: a thread of this process, or a child process."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from primerl.rollout.processes.child import Child
 from primerl.rollout.processes.pickling import pickle_arguments
 
 STOP_S = 20.0
-INTERRUPT_S = 3.0  # a trainer that calls the worker within this time gets the error from the call
-BLOCKED_S = 10.0  # an event loop without a heartbeat for so long has to be ended by force
+INTERRUPT_S = 3.0  # before interrupting the trainer, which may get the error from a call instead
+BLOCKED_S = 10.0  # an event loop without a heartbeat for this long is ended by force
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ class InThread:
 
     @property
     def last_heartbeat(self) -> float:
-        """When the event loop last turned, by the monotonic clock."""
+        """When the event loop last made progress, on the monotonic clock."""
         return self._collector.lag.last_heartbeat
 
     def members(self) -> list[dict[str, Any]]:
-        """The running processes, without those of the environment."""
+        """Return the worker's processes, without those of the environment: none."""
         return []
 
     async def start(self) -> None:
@@ -44,16 +44,16 @@ class InThread:
         await self._collector.astart()
 
     async def call(self, name: str, *args: Any) -> Any:
-        """The result of a method of the collector."""
+        """Call a method of the collector and return its result."""
         result = getattr(self._collector, name)(*args)
         return await result if asyncio.iscoroutine(result) else result
 
     def notify(self, name: str, *args: Any) -> None:
-        """Call a method of the collector, without an answer."""
+        """Call a method of the collector without waiting for it."""
         getattr(self._collector, name)(*args)
 
     async def stop(self) -> dict[str, Any]:
-        """Stop collecting; returns the last stats, or None if the process has died."""
+        """Stop collecting; return the last stats."""
         return await self._collector.aclose()
 
     def failure_seen(self) -> None:
@@ -88,11 +88,11 @@ class InProcess:
         self.last_heartbeat = time.monotonic()
 
     def members(self) -> list[dict[str, Any]]:
-        """The running processes, without those of the environment."""
+        """Return the worker's processes, without those of the environment."""
         return [{"name": self._child.name, "pid": self._child.pid, "alive": self._child.alive}]
 
     async def start(self) -> None:
-        """Start collecting."""
+        """Start the process and begin collecting."""
         await self._child.start(
             self._arguments,
             {
@@ -101,8 +101,8 @@ class InProcess:
                 "heartbeat": self._heartbeat,
             },
             make_timeout_s=self._start_timeout_s,
-            advice="; with a state, tasks without indices are generated again up to its position: "
-            "raise start_timeout_s",
+            advice="; restoring a state generates tasks without indices again, up to the stream's "
+            "position; if that takes long, raise start_timeout_s",
         )
         self._heartbeat()
         self._background = [
@@ -111,22 +111,22 @@ class InProcess:
         ]
 
     async def call(self, name: str, *args: Any) -> Any:
-        """The result of a method of the collector."""
+        """Call a method of the collector and return its result."""
         with contextlib.ExitStack() as stack:
             sent = [self._sendable(one, stack) for one in args]
-            self._engines.report()  # what the trainer saw before it called
+            self._engines.report()  # the child must know the versions that the trainer has seen
             return await self._child.call(name, *sent)
 
     def notify(self, name: str, *args: Any) -> None:
-        """Call a method of the collector, without an answer."""
+        """Call a method of the collector without waiting for it."""
         self._child.notify(name, *args)
 
     def failure_seen(self) -> None:
-        """The trainer got a call's error: it need not be told of the process's death again."""
+        """Record that a call's error reached the trainer, so that no interrupt has to report it."""
         self._death_reported = self._death_reported or not self._child.alive
 
     async def _watch_child(self) -> None:
-        """The watchdog: logs the child's death, and interrupts a trainer that is busy elsewhere."""
+        """Log the child's death, and interrupt a trainer that is busy elsewhere."""
         self.cause_of_death = await self._child.wait()
         log.error("%s", self.cause_of_death)
         await asyncio.sleep(INTERRUPT_S)
@@ -135,7 +135,7 @@ class InProcess:
             interrupt_main_thread()
 
     async def stop(self) -> dict[str, Any] | None:
-        """Stop collecting; returns the last stats, or None if the process has died."""
+        """Stop collecting; return the last stats, or None if the process has died."""
         for task in self._background:
             task.cancel()
         blocked = time.monotonic() - self.last_heartbeat > BLOCKED_S

@@ -1,4 +1,4 @@
-"""Event-loop lag: the sign of blocking work in an environment, a reward or a filter."""
+"""Event-loop lag, which shows that an environment, a reward or a filter does blocking work."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ WINDOW = 2400  # two minutes of samples
 
 
 class LoopLag:
-    """Measures by how many seconds timers fire late on the event loop that runs ``run``."""
+    """Measures by how many seconds timers fire late on the event loop on which ``run`` runs."""
 
     def __init__(self) -> None:
         self.max_s = 0.0

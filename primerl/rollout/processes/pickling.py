@@ -1,4 +1,4 @@
-"""Pickling arguments for a child process, including code that the child could not import."""
+"""Pickling of arguments for a child process, including code that the child could not import."""
 
 import io
 import os
@@ -12,7 +12,7 @@ import cloudpickle
 
 
 def pickle_arguments(**arguments: Any) -> dict[str, bytes]:
-    """Each argument as bytes that a child can load; lambdas and local functions are supported.
+    """Pickle each argument for a child process; lambdas and local functions are supported.
 
     Raises:
         ValueError: an argument can't be pickled; the message names it.
@@ -31,7 +31,7 @@ def pickle_arguments(**arguments: Any) -> dict[str, bytes]:
 
 
 def dumps(value: Any, *, buffer_callback: Callable[[Any], Any] | None = None) -> bytes:
-    """Pickle, by value where a fresh interpreter can't import the code (a notebook's, a test's)."""
+    """Pickle a value, including code that a fresh interpreter can't import, such as a test's."""
     importable: dict[Any, bool] = {}
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -55,7 +55,7 @@ def dumps(value: Any, *, buffer_callback: Callable[[Any], Any] | None = None) ->
 
 
 def _importable(module: Any) -> bool:
-    """Whether a fresh interpreter with this ``sys.path`` finds the same module by its name."""
+    """Return whether a fresh interpreter with this ``sys.path`` finds the same module by name."""
     file = getattr(module, "__file__", None)
     if file is None or module.__name__ == "__main__":
         return True  # built in; cloudpickle itself knows __main__
@@ -75,7 +75,7 @@ def _importable(module: Any) -> bool:
 
 
 def load_arguments(arguments: dict[str, bytes]) -> dict[str, Any]:
-    """What ``pickle_arguments`` pickled.
+    """Load the arguments that ``pickle_arguments`` pickled.
 
     Raises:
         ValueError: an argument can't be rebuilt here; the message names it.

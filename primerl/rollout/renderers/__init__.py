@@ -1,5 +1,7 @@
-"""Renderers: from messages to tokens and back, as the ``renderers`` package does for its families.
+"""Renderers, which convert messages to tokens, and sampled tokens to messages.
 
-A renderer has ``render``, ``bridge_to_next_turn``, ``parse_response`` and ``get_stop_token_ids``.
-Those here have ``tokens_after`` in place of the second: what a turn adds, without its history.
+A renderer of the ``renderers`` package, which supports many model families, has ``render``,
+``bridge_to_next_turn``, ``parse_response`` and ``get_stop_token_ids``. The renderers here have
+``tokens_after`` instead of ``bridge_to_next_turn``; it returns the tokens that a turn adds, without
+needing the tokens before it.
 """

@@ -1,4 +1,4 @@
-"""ChatML's family (SmolLM2, Qwen): turns are added without the chat template."""
+"""Renderer for ChatML models (SmolLM2, Qwen), which adds turns without the chat template."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -10,8 +10,8 @@ START, END = "<|im_start|>", "<|im_end|>"
 _TOOL_ROLE = ("tool", "{}", "")
 _TOOL_RESPONSES = ("user", "<tool_response>\n{}\n</tool_response>", "\n")
 TOOL_FORMS = (_TOOL_ROLE, _TOOL_RESPONSES)
-"""How a family writes results of tools: the role, each result, and what is between results (none
-where each is a message of its own)."""
+"""The ways to write tool results: the role, the format of a result, and the separator of results
+(empty if each result is a separate message)."""
 
 _NEW: list[list[Message]] = [
     [{"role": "user", "content": " Three?\n"}],
@@ -21,9 +21,9 @@ _NEW: list[list[Message]] = [
 
 
 def chatml_renderer(tokenizer: Any) -> "ChatMLRenderer | None":
-    """The renderer for ChatML, if this tokenizer's chat template renders it exactly.
+    """Return a ChatML renderer, or None if the tokenizer's chat template is not exactly ChatML.
 
-    Both have to give the same tokens for a conversation that goes on, with results of tools too.
+    The renderer and the template must agree on the turns that follow a reply, also on tool results.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if START not in template or tokenizer.eos_token != END:
@@ -36,10 +36,10 @@ def chatml_renderer(tokenizer: Any) -> "ChatMLRenderer | None":
 
 
 class ChatMLRenderer(TemplateRenderer):
-    """Renders a whole conversation by the tokenizer's template, and what a turn adds without it.
+    """A ChatML renderer that needs the chat template only for whole conversations.
 
     Args:
-        tokenizer: whose template writes ChatML; see ``chatml_renderer``.
+        tokenizer: a tokenizer whose template writes ChatML; see ``chatml_renderer``.
         tool_form: one of ``TOOL_FORMS``.
     """
 
@@ -52,10 +52,10 @@ class ChatMLRenderer(TemplateRenderer):
     def tokens_after(
         self, reply_ids: list[int], new_messages: Sequence[Message], *, tools: Tools | None = None
     ) -> list[int] | None:
-        """The tokens between a reply and the reply to new messages.
+        """Return the tokens between a reply and the reply to ``new_messages``.
 
-        None if one of the messages is an assistant's, or the template leaves out the reasoning of
-        the reply once these messages follow.
+        Return None if one of the messages is the assistant's, or if the template leaves out the
+        reply's reasoning once these messages follow.
         """
         if self._thinks and "</think>" in self._decode(reply_ids):
             return super().tokens_after(reply_ids, new_messages, tools=tools)
@@ -65,7 +65,7 @@ class ChatMLRenderer(TemplateRenderer):
         return [*closing, *self._encode("\n" + self._turn(new_messages))]
 
     def agrees(self, new_messages: Sequence[Message]) -> bool:
-        """Whether the template renders ``new_messages`` after a reply as this renderer does."""
+        """Check that the template renders ``new_messages`` after a reply as this renderer does."""
         between = self._shown_between(new_messages, None, begins="")
         return between is not None and (
             between.extends and between.text == f"{END}\n{self._turn(new_messages)}"

@@ -1,4 +1,4 @@
-"""The renderer of a tokenizer."""
+"""Choice of the renderer for a tokenizer."""
 
 from typing import Any
 
@@ -8,11 +8,12 @@ from primerl.rollout.renderers.template import TemplateRenderer
 
 
 def load_renderer(tokenizer: Any, chosen: Any = None) -> Any:
-    """``chosen``, or by default the renderer that fits the tokenizer best.
+    """Return the renderer ``chosen``, or by default the one that fits the tokenizer best.
 
-    That is the model's own in ``renderers`` (if installed), by its name on the Hub; for ChatML's
-    family ``ChatMLRenderer``; for any other the tokenizer's chat template. None without a
-    tokenizer, which engines that take messages do not need.
+    ``chosen`` is a renderer, or a config for the ``renderers`` package. The default is the model's
+    own renderer if ``renderers`` is installed and knows the model's name on the Hub; otherwise
+    ``ChatMLRenderer`` for ChatML models, and ``TemplateRenderer`` for all others. Without a
+    tokenizer, which engines that take messages do not need, the result is None.
     """
     if tokenizer is None:
         return None
@@ -24,7 +25,7 @@ def load_renderer(tokenizer: Any, chosen: Any = None) -> Any:
 
 
 def _known(tokenizer: Any) -> Any:
-    """The renderer of the ``renderers`` package that is made for this model; None if none is."""
+    """Return the renderer that the ``renderers`` package has for this model, or None."""
     name = getattr(tokenizer, "name_or_path", "")
     if "/" not in name:
         return None  # no name on the Hub

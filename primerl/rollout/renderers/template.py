@@ -1,4 +1,4 @@
-"""From messages to tokens and back, through a tokenizer's own chat template."""
+"""A renderer that converts messages to tokens with a tokenizer's own chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _PLACEHOLDER = "reply-7c1e9b04d2"
 _CACHED_TEXTS = 512  # rollouts of a task share their prompt
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
 _THOUGHTS = ("<think>\nthought\n</think>\n\n", "\n<think>thought</think>\n", "thought</think>\n")
-"""How replies begin with reasoning: of Qwen; of GLM; where the prompt opens it."""
+"""How replies begin with reasoning: for Qwen, for GLM, and if the prompt opens the reasoning."""
 _TOOLS = """You may call these functions; each line describes one:
 {tools}
 
@@ -34,21 +34,21 @@ class Rendered:
 
 @attrs.frozen
 class Between:
-    """A template's ``text`` after a reply, up to the next; ``closing`` is how it ends a reply."""
+    """A template's ``text`` between a reply and the next; ``closing`` is how it ends a reply."""
 
     text: str
     closing: str
     extends: bool
-    """Whether the template renders what comes before the reply as it did when it was sampled."""
+    """Whether the template still renders everything up to the reply as when it was sampled."""
 
 
 class TemplateRenderer:
-    """Renders with any Hugging Face tokenizer; implements what we use of ``renderers``' protocol.
+    """A renderer for any Hugging Face tokenizer, with the methods of ``renderers`` that we use.
 
-    With a chat template, a turn after a reply adds the template's own text between that reply and
-    the next; sampled tokens are never tokenized again. Without one, messages are concatenated
-    unchanged. Function calls are Hermes' JSON in ``<tool_call>`` tags; for a template without
-    support for functions they are described in the system message.
+    If the tokenizer has a chat template, a turn after a reply adds the template's own text between
+    that reply and the next; sampled tokens are never tokenized again. Otherwise, messages are
+    concatenated unchanged. Tool calls are written in Hermes' format, as JSON in ``<tool_call>``
+    tags. If the template does not support tools, the system message describes them.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -60,14 +60,14 @@ class TemplateRenderer:
         eos = tokenizer.eos_token_id
         default = [] if eos is None else [eos]
         self._stops = default if stop_token_ids is None else [*stop_token_ids]
-        # The Rust tokenizer encodes the same, without the overhead of its wrapper.
+        # The Rust tokenizer gives the same tokens without the overhead of its Python wrapper.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         template = getattr(tokenizer, "chat_template", None)
         self._template = None if template is None else str(template)
         self._tokens: dict[tuple[str, bool], list[int]] = {}
 
     def get_stop_token_ids(self) -> list[int]:
-        """The tokens that end a reply."""
+        """Return the tokens that end a reply."""
         return [*self._stops]
 
     def render(
@@ -77,7 +77,7 @@ class TemplateRenderer:
         tools: Tools | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """A whole conversation."""
+        """Return the tokens of a whole conversation."""
         if self._template is None:
             return Rendered(self._encode(_concatenated(messages), special=True))
         return Rendered(self._encode(self._text(messages, tools, add_generation_prompt)))
@@ -85,10 +85,10 @@ class TemplateRenderer:
     def tokens_after(
         self, reply_ids: list[int], new_messages: Sequence[Message], *, tools: Tools | None = None
     ) -> list[int] | None:
-        """The tokens between a reply and the reply to new messages.
+        """Return the tokens between a reply and the reply to ``new_messages``.
 
-        None if the conversation has to be rendered anew: one of the messages is an assistant's, or
-        the template renders the prompt, or a reply to it, otherwise once a turn follows.
+        Return None if the conversation has to be rendered anew, because one of the messages is the
+        assistant's, or because the template changes the prompt or the reply once a turn follows.
         """
         if not new_messages or any(one["role"] == "assistant" for one in new_messages):
             return None
@@ -106,10 +106,10 @@ class TemplateRenderer:
     def tokens_appended(
         self, last: int, new_messages: Sequence[Message], *, opening: Sequence[Message]
     ) -> list[int]:
-        """The tokens between a reply that ends with ``last`` and the reply to new messages.
+        """Return the tokens between a reply that ends with ``last`` and the reply to new messages.
 
-        For conversations that are never rendered anew, whatever a template would make of what came
-        before. ``opening`` are the messages that they begin with.
+        For conversations that are never rendered anew, even if the template would now render their
+        earlier turns differently. ``opening`` holds their first messages.
         """
         if self._template is None:
             return self._encode(_concatenated(new_messages))
@@ -118,14 +118,14 @@ class TemplateRenderer:
     def _shown_between(
         self, new_messages: Sequence[Message], tools: Tools | None, begins: str
     ) -> Between | None:
-        """What the template has between turns, shown by a conversation that stands for any."""
-        import jinja2  # chat templates are written in it: transformers needs it to render them
+        """Render an example conversation for the text between turns; None if the template fails."""
+        import jinja2  # transformers uses it to render chat templates, so it is installed
 
         opening = [{"role": "user", "content": "-"}]
         try:
             return self._between(opening, new_messages, tools, begins=begins)
         except (jinja2.TemplateError, TypeError, ValueError):
-            return None  # such as a template that wants a call before a tool's result
+            return None  # for example, if the template requires a call before a tool result
 
     def _between(
         self,
@@ -135,10 +135,10 @@ class TemplateRenderer:
         *,
         begins: str = "",
     ) -> Between:
-        """What the template has between the reply to ``opening`` and that to ``new_messages``.
+        """Render the text between the reply to ``opening`` and the reply to ``new_messages``.
 
-        ``begins`` is how the reply begins, such as with reasoning that a template may leave out
-        later.
+        ``begins`` is the beginning of the first reply, such as reasoning, which a template may
+        leave out once a turn follows.
         """
         said = begins + _PLACEHOLDER
         replied = [*opening, {"role": "assistant", "content": said}]
@@ -152,11 +152,11 @@ class TemplateRenderer:
         )
 
     def _without_closing(self, between: Between, last: int) -> list[int]:
-        """The tokens after a reply whose last one is ``last``, without repeating what ended it.
+        """Return the tokens after a reply that ends with ``last``, without repeating how it ended.
 
-        Templates may have tokens before the stop token (Cohere2's ``<|END_RESPONSE|>``): where the
-        policy has stopped, they are not added either. Some end a reply by what opens the next
-        message.
+        A template may write tokens before the stop token (Cohere2's ``<|END_RESPONSE|>``). If the
+        policy sampled the stop token, those are not added either. Some templates have no token that
+        closes a reply: there, the token that opens the next message is the stop token.
         """
         token_ids = self._encode(between.text)
         if last not in self._stops:
@@ -172,7 +172,7 @@ class TemplateRenderer:
         tools: Tools | None = None,
         prompt_ids: list[int] | None = None,  # noqa: ARG002 - renderers' protocol
     ) -> Parsed:
-        """The reply's text; with ``tools``, its function calls too."""
+        """Return the reply's text and, if there are ``tools``, its tool calls."""
         text = self._decode(token_ids)
         return parse_tool_calls(text) if tools else Parsed(text)
 

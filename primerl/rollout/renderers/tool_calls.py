@@ -1,4 +1,4 @@
-"""Function calls in a reply's text: Hermes' JSON in ``<tool_call>`` tags, as Qwen writes them."""
+"""Parser for tool calls in Hermes' format: JSON in ``<tool_call>`` tags, as Qwen writes them."""
 
 import json
 import re
@@ -12,9 +12,9 @@ _NAME = re.compile(r'"name"\s*:\s*"([^"\\]+)"')
 
 @attrs.frozen
 class ParsedToolCall:
-    """One function call of a reply; ``arguments`` by name.
+    """One tool call of a reply; ``arguments`` maps names to values.
 
-    ``status`` is ``"ok"``, or says what is wrong with the text of the call, ``raw``.
+    ``status`` is ``"ok"``, or a description of what is wrong with ``raw``, the text of the call.
     """
 
     name: str
@@ -26,7 +26,7 @@ class ParsedToolCall:
 
 @attrs.frozen
 class Parsed:
-    """A reply as text and function calls; malformed calls stay in the text, too."""
+    """A reply as text and tool calls; malformed calls also stay in the text."""
 
     content: str
     tool_calls: list[ParsedToolCall] = attrs.field(factory=list)
@@ -34,7 +34,7 @@ class Parsed:
 
 
 def parse_tool_calls(text: str) -> Parsed:
-    """The text without its well-formed calls, and all calls."""
+    """Return the text without its well-formed calls, and all calls."""
     if "<tool_call>" not in text:
         return Parsed(text)
     calls, kept, end = [], [], 0

@@ -1,1 +1,1 @@
-"""Which task comes next: streams, mixtures, curricula."""
+"""Task streams, mixtures and curricula, which decide which task is played next."""

@@ -1,4 +1,4 @@
-"""A curriculum that prefers tasks that are solved sometimes, but not always."""
+"""A curriculum that prefers tasks that the policy solves sometimes, but not always."""
 
 import heapq
 import math
@@ -16,25 +16,25 @@ DEFAULT_WEIGHTS = {UNSEEN: 1.0, EASY: 0.1, MEDIUM: 1.0, HARD: 0.2}
 
 
 class DifficultyPools:
-    """Draws tasks by their solve rates.
+    """A task stream that draws tasks by their solve rates.
 
     A task's solve rate is an exponential average of its groups' mean rewards, which must lie in
     [0, 1]: ``rate = momentum * rate + (1 - momentum) * mean``, starting with the first mean. It
     determines the task's pool: unseen (no group yet), easy (``rate >= easy``), hard
-    (``rate <= hard``) or medium. A draw picks a non-empty pool by weight, and from it the task that
-    was drawn longest ago, or the first in order that was never drawn.
+    (``rate <= hard``) or medium. A draw picks a non-empty pool at random by weight, and then
+    the pool's first task that was never drawn, or the task that was drawn longest ago.
 
-    A draw costs O(log n). The state holds the rates by id, so give tasks ids of their own if the
-    list may change: the rates of the remaining tasks are then kept.
+    A draw costs O(log n). The state stores the rates by task id. If the list of tasks may change,
+    give tasks their own ids, so that the remaining tasks keep their rates.
 
     Args:
-        tasks: mappings, which are read into a list.
+        tasks: an iterable of mappings, which is read into a list.
         easy: the lowest solve rate of an easy task.
         hard: the highest solve rate of a hard task.
-        weights: of the pools ``unseen``, ``easy``, ``medium`` and ``hard``; by default
+        weights: the weights of the pools ``unseen``, ``easy``, ``medium`` and ``hard``; by default
             1, 0.1, 1 and 0.2.
-        momentum: of the average, in [0, 1); 0 keeps the last mean alone.
-        seed: of the choice of pools.
+        momentum: the weight of the previous rate, in [0, 1); with 0, the rate is the last mean.
+        seed: the seed of the random choice of pools.
 
     Raises:
         ValueError: a task is not a mapping, two tasks have the same id, or a number is out of
@@ -57,7 +57,9 @@ class DifficultyPools:
             raise ValueError(f"momentum is {momentum}, expected 0 <= momentum < 1")
         self._weights = dict(DEFAULT_WEIGHTS if weights is None else weights)
         if set(self._weights) != set(POOLS):
-            raise ValueError(f"weights are of {sorted(self._weights)}, expected {sorted(POOLS)}")
+            raise ValueError(
+                f"the weights are for {sorted(self._weights)}, expected {sorted(POOLS)}"
+            )
         for pool, weight in self._weights.items():
             if not 0 < weight < math.inf:
                 raise ValueError(f"the weight of {pool!r} is {weight}, expected a positive number")
@@ -72,7 +74,7 @@ class DifficultyPools:
         self._fill({}, {})
 
     def draw(self) -> dict[str, Any] | None:
-        """The next task; None if there are no tasks."""
+        """Return the next task; None if there are no tasks."""
         pools = [pool for pool in POOLS if self._counts[pool]]
         if not pools:
             return None
@@ -87,11 +89,11 @@ class DifficultyPools:
     def report(self, task: Task, group: Group | None) -> None:
         """Update the task's solve rate with the group's mean reward.
 
-        After ``restore``, a task that is not one of these any more counts for nothing: it was in
-        flight when the state was taken.
+        After ``restore``, a task that is not in the list is ignored: it may have been in flight
+        when the state was taken, and removed from the list since.
 
         Raises:
-            ValueError: a reward is outside [0, 1], or the task is not one of these.
+            ValueError: a reward is outside [0, 1]; or, before any ``restore``, the task is unknown.
         """
         if group is None or len(group.rollouts) == 0:
             return
@@ -99,7 +101,9 @@ class DifficultyPools:
         if index is None and self._restored:
             return
         if index is None:
-            raise ValueError(f"the task {task['id']!r} is none of the {len(self._tasks)} here")
+            raise ValueError(
+                f"the task {task['id']!r} is not one of the {len(self._tasks)} tasks here"
+            )
         rewards = group.rewards
         if rewards.min() < 0 or rewards.max() > 1:
             raise ValueError(
@@ -118,16 +122,20 @@ class DifficultyPools:
             self._push(index)
 
     def solve_rates(self) -> dict[str, float]:
-        """The solve rate of each task that has one, by id."""
+        """Return the solve rate of each task that has one, by task id."""
         rates = zip(self._tasks, self._rates, strict=True)
         return {task["id"]: rate for task, rate in rates if rate is not None}
 
     def pool_sizes(self) -> dict[str, int]:
-        """The number of tasks in each pool, by name."""
+        """Return the number of tasks in each pool, by the pool's name."""
         return dict(self._counts)
 
     def state(self) -> dict[str, Any]:
-        """``{"draws": so far, "seed", "rates": by id, "last_drawn": number of draw, by id}``."""
+        """Return ``{"draws", "seed", "rates", "last_drawn"}``.
+
+        ``draws`` is the number of draws so far. ``rates`` and ``last_drawn``, the number of a
+        task's last draw, are by task id.
+        """
         drawn = zip(self._tasks, self._last_drawn, strict=True)
         return {
             "draws": self._draws,
@@ -137,7 +145,7 @@ class DifficultyPools:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state`` was taken; tasks that it does not have start as unseen.
+        """Resume where ``state`` was taken; tasks that are not in it begin as unseen.
 
         Raises:
             ValueError: the seed has changed.
@@ -173,9 +181,9 @@ class DifficultyPools:
         heapq.heappush(self._heaps[self._pools[index]], (self._last_drawn[index], index))
 
     def _pop(self, pool: str) -> int:
-        """The pool's task that was drawn longest ago.
+        """Return the pool's task that was drawn longest ago.
 
-        Entries of tasks that have been drawn or moved to another pool since are skipped.
+        Skip outdated entries, whose tasks have since been drawn or moved to another pool.
         """
         while True:
             last_drawn, index = heapq.heappop(self._heaps[pool])

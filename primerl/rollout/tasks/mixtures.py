@@ -1,4 +1,4 @@
-"""Several streams of tasks as one."""
+"""A task stream that mixes several streams in fixed proportions."""
 
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -10,18 +10,19 @@ from primerl.types import Group
 
 
 class Mixture:
-    """Several streams in fixed proportions.
+    """A task stream that draws from several streams in fixed proportions.
 
         tasks = rollout.Mixture({"math": math, "code": code}, weights={"math": 3, "code": 1})
-        environment = rollout.route({"math": play_math, "code": play_code})
+        environment = rollout.combine_environments({"math": play_math, "code": play_code})
 
-    A task has the name of its stream as ``"environment"`` and as a prefix of its id: ``"math/17"``.
+    Each task gets the name of its stream as ``"environment"`` and as a prefix of its id:
+    ``"math/17"``.
     After n draws, a stream of share p has been drawn n·p times, give or take one; nothing is
     random. When a stream ends, the shares of the others are scaled up.
 
     Args:
-        streams: by name: streams, or tasks to be drawn in order.
-        weights: by name; equal by default. Shares are weights divided by their sum.
+        streams: the streams by name; an iterable of tasks is drawn in order.
+        weights: the weights by name; equal by default. A share is a weight divided by their sum.
 
     Raises:
         ValueError: there are no streams, a name contains ``/``, or the weights are not one
@@ -35,23 +36,27 @@ class Mixture:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         if not streams:
-            raise ValueError("a mixture of no streams; pass at least one")
+            raise ValueError("the mixture has no streams; pass at least one")
         for name in streams:
             if "/" in name:
-                raise ValueError(f"the stream {name!r} has '/' in its name, which ends it in ids")
+                raise ValueError(
+                    f"the stream name {name!r} contains '/', which ends the name in ids"
+                )
         weights = dict.fromkeys(streams, 1.0) if weights is None else weights
         if set(weights) != set(streams):
-            raise ValueError(f"weights are of {sorted(weights)}, streams of {sorted(streams)}")
+            raise ValueError(
+                f"the weights are for {sorted(weights)}, the streams are {sorted(streams)}"
+            )
         for name, weight in weights.items():
             if not 0 < weight < float("inf"):
                 raise ValueError(f"the weight of {name!r} is {weight}, expected a positive number")
         self._streams = {name: as_task_stream(tasks) for name, tasks in streams.items()}
-        # Exact: from its decimal digits, 0.1 is a tenth.
+        # Exact arithmetic: through its decimal digits, 0.1 becomes 1/10.
         self._weights = {name: Fraction(str(weights[name])) for name in streams}
         self._drawn = dict.fromkeys(streams, 0)
 
     def draw(self) -> dict[str, Any] | None:
-        """The next task, of the stream whose turn it is; None when all have ended."""
+        """Return the next task, from the stream whose turn it is; None when all have ended."""
         while self._drawn:
             name = self._next_name()
             task = self._streams[name].draw()
@@ -75,7 +80,10 @@ class Mixture:
         self._streams[name].report({**task, "id": own_id}, group)
 
     def state(self) -> dict[str, Any]:
-        """``{"drawn": by stream, since one last ended, "weights", "streams": states}``."""
+        """Return ``{"drawn", "weights", "streams"}``, each by the name of the stream.
+
+        ``drawn`` counts draws since a stream last ended; ``streams`` has the streams' states.
+        """
         return {
             "drawn": dict(self._drawn),
             "weights": {name: str(weight) for name, weight in self._weights.items()},
@@ -83,14 +91,14 @@ class Mixture:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state`` was taken. With other weights, draws are counted anew from there.
+        """Resume where ``state`` was taken; if the weights have changed, draws are counted anew.
 
         Raises:
             ValueError: the streams have other names.
         """
         if set(state["streams"]) != set(self._streams):
             raise ValueError(
-                f"the state is of the streams {sorted(state['streams'])}, and now there are "
+                f"the state has the streams {sorted(state['streams'])}, but the mixture has "
                 f"{sorted(self._streams)}"
             )
         for name, stream in self._streams.items():
@@ -102,7 +110,7 @@ class Mixture:
         self._drawn = {name: drawn[name] if same else 0 for name in self._streams if name in drawn}
 
     def _next_name(self) -> str:
-        """Earliest deadline first, among the streams below their share.
+        """Return the next stream: the one with the earliest deadline, of those below their share.
 
         After n draws, stream i should have n·p_i; its next draw is due at draw (drawn_i + 1) / p_i.
         """

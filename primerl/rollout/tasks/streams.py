@@ -1,4 +1,4 @@
-"""Task streams: tasks are drawn, their groups reported, and the position saved and restored."""
+"""Task streams: the order in which tasks are drawn, with a position that can be restored."""
 
 import hashlib
 import random
@@ -16,32 +16,32 @@ _END = object()
 
 @runtime_checkable
 class TaskStream(Protocol):
-    """Decides which task is played next; called from one thread at a time."""
+    """A stream that decides which task is played next; called from one thread at a time."""
 
     def draw(self) -> Task | None:
-        """The next task, as a new dict with a string ``"id"``; None when nothing is left."""
+        """Return the next task, as a new dict with a string ``"id"``; None when none is left."""
         ...
 
     def report(self, task: Task, group: Group | None) -> None:
-        """Learn from the group that played a drawn task, or None if the group failed."""
+        """Learn from the group that played a drawn task; ``group`` is None if it failed."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs, in JSON types."""
+        """Return the state that ``restore`` needs, in JSON types."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume exactly where the stream of ``state`` was."""
+        """Resume exactly where the stream was when ``state`` was taken."""
         ...
 
 
 def as_task_stream(tasks: Iterable[Task] | TaskStream) -> TaskStream:
-    """``tasks`` if it is a stream, otherwise its items in order."""
+    """Return ``tasks`` if it is a stream, otherwise a stream of its items in order."""
     return tasks if isinstance(tasks, TaskStream) else InOrder(tasks)
 
 
 def as_task(row: Any, index: int) -> dict[str, Any]:
-    """A copy of a row with a string ``"id"``: its own, or its index.
+    """Return a copy of a row with a string ``"id"``: the row's own id, or its index.
 
     Raises:
         ValueError: the row is not a mapping.
@@ -56,54 +56,54 @@ def as_task(row: Any, index: int) -> dict[str, Any]:
 
 
 def fingerprint(row: Any) -> str | None:
-    """A digest that identifies a task in a stream's state; None if it can't be encoded.
+    """Return a digest that identifies a task in a stream's state; None if it can't be encoded.
 
-    It is of the row as MessagePack, which is the same in every process.
+    The digest is computed from the row as MessagePack, which is the same in every process.
     """
     try:
         content = msgspec.msgpack.encode(row, order="deterministic")
-    except (TypeError, ValueError, OverflowError):  # a worker's state could not hold it either
+    except (TypeError, ValueError, OverflowError):  # a worker's state could not store it either
         return None
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def require_same_task(saved: Mapping[str, Any], row: Any, place: int) -> None:
-    """Refuse a state whose last drawn task is not ``row``, at ``place`` of these tasks.
+    """Check that the last task drawn before ``saved`` was ``row``, which is at index ``place``.
 
     Raises:
-        ValueError: the last drawn task was another.
+        ValueError: the last drawn task was a different one.
     """
     now = fingerprint(row)
     last = saved.get("last")
     if None not in (last, now) and last != now:
         raise ValueError(
-            f"the state was taken after another task than the one at place {place} now "
+            f"the state was taken after a different task than the one now at index {place} "
             f"({row!r:.80}; digest {now}, expected {last}): restore with the same tasks, "
             "or begin a new stream"
         )
 
 
 class InOrder:
-    """Tasks in their order, pass after pass; ends when a pass yields nothing.
+    """A task stream in the given order, pass after pass; it ends when a pass yields nothing.
 
-    Tasks are any iterable: a list, a Hugging Face dataset, a generator (which has one pass).
-    A task's default id is its index in the pass. Restoring skips to the position, by indexing if
-    the tasks have a length and indices.
+    ``tasks`` is any iterable: a list, a Hugging Face dataset, or a generator (which has one pass).
+    A task's default id is its index in the pass. Restoring skips to the saved position, by indexing
+    if the tasks have a length and indices.
 
     Raises:
-        ValueError: the tasks are not iterable, or when it is drawn, a task is not a mapping.
+        ValueError: ``tasks`` is not iterable; or, on ``draw``, a task is not a mapping.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self._tasks: Any = _require_rows(tasks)
         self._indexed = _is_indexed(tasks)
-        self._rows: Iterator[Any] | None = None  # made on first use: iterators can't be pickled
+        self._rows: Iterator[Any] | None = None  # created on first use: iterators can't be pickled
         self._last: Any = None
         self._pass = 0
         self._index = 0
 
     def draw(self) -> dict[str, Any] | None:
-        """The next task; None when nothing is left."""
+        """Return the next task; None when none is left."""
         row = self._next_row()
         if row is _END and self._index > 0:
             self._pass, self._index, self._rows = self._pass + 1, 0, None
@@ -118,7 +118,11 @@ class InOrder:
         """Do nothing: the order is fixed."""
 
     def state(self) -> dict[str, Any]:
-        """``{"pass": passes completed, "index": tasks drawn in this one, "last": its digest}``."""
+        """Return ``{"pass", "index", "last"}``.
+
+        These are the number of completed passes, the number of tasks drawn in the current pass, and
+        the digest of the last of them.
+        """
         last = fingerprint(self._last) if self._index else None
         return {"pass": self._pass, "index": self._index, "last": last}
 
@@ -126,7 +130,7 @@ class InOrder:
         """Resume where ``state`` was taken; the tasks before that position are skipped.
 
         Raises:
-            ValueError: there are fewer tasks than that, or there is another one at that position.
+            ValueError: there are too few tasks, or the last drawn task is now a different one.
         """
         passes, place = state["pass"], state["index"]
         if self._indexed:
@@ -135,14 +139,14 @@ class InOrder:
             last = self._tasks[place - 1] if known else None
         else:
             self._rows = iter(self._tasks)
-            # An iterator has no second pass: to restore one, all of it is skipped.
+            # An iterator has only one pass: after the first pass, all of its items are skipped.
             skip = None if passes and self._rows is self._tasks else place
             count, last = 0, None
             for row in islice(self._rows, skip):
                 count, last = count + 1, row
         if place > count:
             raise ValueError(
-                f"the state is after task {place} of a pass, and now there are {count}; restore "
+                f"the state is after task {place} of a pass, but there are only {count}; restore "
                 "with the same tasks, or begin a new stream"
             )
         if last is not None and (self._indexed or place == count):
@@ -158,9 +162,9 @@ class InOrder:
 
 
 class Shuffled:
-    """Tasks in a new random order each pass, determined by ``seed`` and the number of the pass.
+    """A task stream in a new random order each pass, determined by ``seed`` and the pass's number.
 
-    Every task comes once in a pass. Tasks without a length and indices are read into a list.
+    Every task is drawn once per pass. Tasks without a length and indices are read into a list.
     """
 
     def __init__(self, tasks: Iterable[Task], *, seed: int) -> None:
@@ -172,7 +176,7 @@ class Shuffled:
         self._order = self._shuffled_order(0)
 
     def draw(self) -> dict[str, Any] | None:
-        """The next task; None if there are no tasks."""
+        """Return the next task; None if there are no tasks."""
         if self._index == len(self._order):
             if not self._order:
                 return None
@@ -186,7 +190,7 @@ class Shuffled:
         """Do nothing: the order is determined by the seed."""
 
     def state(self) -> dict[str, Any]:
-        """The completed passes, position, digest of the last task, number of tasks, and seed."""
+        """Return the completed passes, position, digest of the last task, task count, and seed."""
         return {
             "pass": self._pass,
             "index": self._index,
@@ -199,18 +203,18 @@ class Shuffled:
         """Resume where ``state`` was taken.
 
         Raises:
-            ValueError: the number of tasks or the seed has changed, and so would the order; or
-                the task that was drawn last has changed.
+            ValueError: the number of tasks or the seed has changed, which would change the order;
+                or the task that was drawn last is now a different one.
         """
         if state["seed"] != self._seed:
             raise ValueError(
-                f"the state was taken with seed={state['seed']}, not {self._seed}: the order is "
-                "another; restore with the same seed, or begin a new stream"
+                f"the state was taken with seed={state['seed']}, not {self._seed}: the order "
+                "would differ; restore with the same seed, or begin a new stream"
             )
         if state["tasks"] != len(self._order):
             raise ValueError(
-                f"the state is of {state['tasks']} tasks, and now there are {len(self._order)}: "
-                "their order is another; restore with the same tasks, or begin a new stream"
+                f"the state is of {state['tasks']} tasks, but there are {len(self._order)}: "
+                "the order would differ; restore with the same tasks, or begin a new stream"
             )
         self._pass, self._index = state["pass"], state["index"]
         self._order = self._shuffled_order(self._pass)

@@ -1,11 +1,11 @@
-"""Ways of keeping code inside, behind one interface; a file for each."""
+"""Isolation tiers: several ways to isolate code, behind one interface."""
 
 import importlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from primerl.sandbox.errors import Probe
-from primerl.sandbox.results import Limits
+from primerl.sandbox.results import SandboxLimits
 from primerl.sandbox.tiers import host
 from primerl.sandbox.tiers.interface import Options, Tier
 
@@ -20,33 +20,31 @@ _CLASSES = {
     "prime": ("prime", "Prime"),
 }
 
-_STRENGTHS = {"landlock": 0, "gvisor": 2, "prime": 3}  # the others, which share the kernel: 1
+_STRENGTHS = {"landlock": 0, "gvisor": 2, "prime": 3}  # tiers not listed share the kernel: 1
 
 
 def allowed(tier: TierName | None, min_isolation: TierName | None) -> TierName:
-    """The tier to take: ``tier``, if it is as strong as ``min_isolation``, which is the default.
+    """Return the tier to use: ``tier`` if given, else ``min_isolation``, else ``"namespaces"``.
 
     Raises:
-        ValueError: it is weaker, or there is no such tier.
+        ValueError: ``tier`` isolates less than ``min_isolation``, or a name is unknown.
     """
     for name in (tier, min_isolation):
         if name is not None and name not in _CLASSES:
             raise ValueError(
-                f"{name!r} is no tier of sandboxes; expected one of {', '.join(get_args(TierName))}"
+                f"{name!r} is not a sandbox tier; expected one of {', '.join(get_args(TierName))}"
             )
     chosen: TierName = tier or min_isolation or "namespaces"
     if min_isolation and _STRENGTHS.get(chosen, 1) < _STRENGTHS.get(min_isolation, 1):
-        raise ValueError(
-            f"the tier {chosen!r} keeps code inside less well than min_isolation={min_isolation!r}"
-        )
+        raise ValueError(f"the tier {chosen!r} isolates less than min_isolation={min_isolation!r}")
     return chosen
 
 
 def choose(name: TierName, options: Options) -> Tier:
-    """The tier of that name, not yet started.
+    """Create the tier of a given name, without starting it.
 
     Raises:
-        ValueError: there is no such tier, or it can't do what the options ask for.
+        ValueError: the name is unknown, or the tier can't do what the options require.
     """
     if name not in _CLASSES:
         raise ValueError(f"tier is {name!r}; expected one of {', '.join(get_args(TierName))}")
@@ -55,14 +53,14 @@ def choose(name: TierName, options: Options) -> Tier:
     tier: Tier = getattr(found, class_name)(options)
     if options.allow_network and "network" in tier.lacks:
         raise ValueError(
-            f"allow_network is set, and the tier {name!r} can't let sandboxes reach single "
-            "servers: use the tiers 'namespaces' or 'prime', or leave it out"
+            f"allow_network is set, but the tier {name!r} can't let sandboxes reach single "
+            "servers: use the tier 'namespaces' or 'prime', or leave allow_network out"
         )
     return tier
 
 
 def require_visible(paths: Sequence[str], tier: Tier) -> None:
-    """Raise ValueError for a path that sandboxes of the tier can't show."""
+    """Raise ValueError if sandboxes of the tier can't show one of the host's ``paths``."""
     for path in paths:
         if path in tier.hides:
             raise ValueError(
@@ -72,15 +70,15 @@ def require_visible(paths: Sequence[str], tier: Tier) -> None:
 
 
 async def probe(tier: TierName = "namespaces", *, python: str | None = None) -> list[Probe]:
-    """Try each thing that a tier needs, in processes of their own.
+    """Check each requirement of a tier on this machine, in separate processes.
 
     Raises:
-        SandboxError: the probes themselves can't be run.
+        SandboxError: the checks themselves could not be run.
         ValueError: there is no such tier.
     """
     python = python or host.default_python()
     options = Options(
-        limits=Limits(),
+        limits=SandboxLimits(),
         python=python,
         readable=host.readable_paths(python, ()),
         allow_network=(),

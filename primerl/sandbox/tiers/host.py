@@ -1,4 +1,4 @@
-"""What tiers take of this machine: an interpreter, paths for sandboxes to read, and a folder."""
+"""Host resources that tiers use: the interpreter, readable paths, and a temporary folder."""
 
 import os
 import stat
@@ -11,16 +11,18 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/et
 
 
 def readable_paths(python: str, extra: tuple[str, ...]) -> list[str]:
-    """What sandboxes see, read-only: system folders, the interpreter's and ``extra``, normalized.
+    """Return the paths that sandboxes can read: the system's, the interpreter's, and ``extra``.
+
+    The paths are normalized.
 
     Raises:
-        ValueError: an extra path isn't absolute, doesn't exist, or has a ``..`` behind a link.
+        ValueError: an extra path is not absolute, does not exist, or has a ``..`` after a symlink.
     """
     for path in extra:
         if not os.path.isabs(path) or not os.path.exists(path):
             raise ValueError(f"readable path {path!r} must be absolute and exist")
         if os.path.realpath(_normal(path)) != os.path.realpath(path):
-            raise ValueError(f"readable path {path!r} has a '..' behind a link: resolve it first")
+            raise ValueError(f"readable path {path!r} has a '..' after a symlink: resolve it first")
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(python)))
     paths = [path for path in (*_SYSTEM_FOLDERS, *_SYSTEM_FILES) if os.path.exists(path)]
     if not f"{prefix}/".startswith("/usr/"):
@@ -29,20 +31,20 @@ def readable_paths(python: str, extra: tuple[str, ...]) -> list[str]:
 
 
 def _normal(path: str) -> str:
-    """The path with single slashes and no ``..``; the standard library keeps two at its start."""
+    """Normalize a path, including a leading ``//``, which ``os.path.normpath`` keeps."""
     return "/" + os.path.normpath(path).lstrip("/")
 
 
 def default_python() -> str:
-    """This interpreter without its virtual environment, whose packages are no business of code."""
+    """Return the current interpreter outside its virtual environment, to hide those packages."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def new_folder() -> Path:
-    """Make a temporary folder that the users of sandboxes can reach.
+    """Create a temporary folder that the sandboxes' users can enter.
 
-    Root's temporary folder may be closed to them (libpam-tmpdir makes such ones), so the next
-    common folder is taken then.
+    Root's temporary folder may be closed to other users (libpam-tmpdir does this). In that case,
+    the folder is created in ``/tmp`` or ``/var/tmp``.
     """
     places = [tempfile.gettempdir(), "/tmp", "/var/tmp"]
     place = next((one for one in places if os.geteuid() != 0 or _open_to_all(Path(one))), None)

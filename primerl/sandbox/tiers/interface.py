@@ -1,4 +1,4 @@
-"""What a pool needs of a tier, and what it needs of each sandbox."""
+"""The interfaces of tiers and sandboxes that a pool relies on, and the jobs it sends them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -6,16 +6,16 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import attrs
 
 from primerl.sandbox.errors import Probe, SandboxUnavailable
-from primerl.sandbox.results import Isolation, Limits, Result, Root
+from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 
 Ability = Literal["network", "roots", "snapshots", "turns", "connections"]
 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What a pool was asked for, as far as it concerns its tier."""
+    """The options of a pool that its tier needs."""
 
-    limits: Limits
+    limits: SandboxLimits
     python: str
     readable: Sequence[str]
     allow_network: Sequence[str]
@@ -25,8 +25,11 @@ class Options:
 
 
 @attrs.frozen(kw_only=True)
-class Order:
-    """What a sandbox is to do: ``kind`` is one of those that the engine's ``orders`` know."""
+class Job:
+    """A job for a sandbox, such as code to run or a file to read.
+
+    ``engine/work/jobs.py`` defines the values of ``kind``.
+    """
 
     kind: str
     header: dict[str, Any]
@@ -35,12 +38,12 @@ class Order:
     timeout_s: float
     memory_bytes: int
     output_bytes: int
-    keeps: bool = False  # the sandbox stays when there is too much output
-    connection: int | None = None  # a descriptor to be stdin instead; the slot closes it
+    keeps: bool = False  # whether the sandbox survives too much output
+    connection: int | None = None  # a file descriptor to use as stdin; the slot closes it
 
     @property
     def complete_header(self) -> dict[str, Any]:
-        """The header of the payload that goes to the sandbox."""
+        """The header of the payload for the sandbox, with the job's kind, file names and sizes."""
         return self.header | {
             "kind": self.kind,
             "files": list(self.files),
@@ -49,7 +52,7 @@ class Order:
 
 
 def asked(code: str | Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Kind and header of an order for Python code (a string) or a command (a list).
+    """Return the kind and header of a job for Python code (a string) or a command (a list).
 
     Raises:
         ValueError: the command is empty.
@@ -57,35 +60,36 @@ def asked(code: str | Sequence[str]) -> tuple[str, dict[str, Any]]:
     if isinstance(code, str):
         return "code", {"code": code}
     if not code:
-        raise ValueError("the command is empty")
+        raise ValueError("the command is empty: give at least the name of a program")
     return "argv", {"argv": list(code)}
 
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """One sandbox; it takes one order at a time."""
+    """A sandbox, which executes one job at a time."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can take orders."""
+        """Whether the sandbox can take jobs."""
         ...
 
-    async def execute(self, order: Order) -> Result:
-        """Carry out an order. What goes wrong inside is in the result."""
+    async def execute(self, job: Job) -> Result:
+        """Execute a job. The result reports failures of the code inside."""
         ...
 
     def kill(self) -> None:
-        """End it, with all that runs in it; may be called again."""
+        """Kill all processes of the sandbox; calling this again does nothing."""
         ...
 
 
 class Tier:
-    """A way of keeping code inside.
+    """An isolation tier: a factory of sandboxes that are isolated in one particular way.
 
-    ``lacks`` names what its sandboxes can't do: reach listed servers (``network``), have another
-    root filesystem (``roots``), be packed and unpacked (``snapshots``), keep a Python from turn to
-    turn (``turns``), or have a socket of the owner's as stdin (``connections``). ``hides`` are
-    folders of a sandbox's own, in which only what is readable below the host's can appear.
+    ``lacks`` names what its sandboxes can't do: reach listed servers (``network``), use another
+    root filesystem (``roots``), pack and unpack their files (``snapshots``), keep Python state
+    between turns (``turns``), or use a socket of the owner as stdin (``connections``). ``hides``
+    lists folders that each sandbox replaces with its own: the host's folder can't be shown there,
+    but readable paths below it can.
     """
 
     name: str
@@ -97,48 +101,52 @@ class Tier:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables that every command gets, such as those by which programs find a proxy."""
+        """Environment variables that every command gets, such as the address of a proxy."""
         return {}
 
     @property
     def alive(self) -> bool:
-        """Whether it can make sandboxes: it was started, and what makes them was not killed."""
+        """Whether the tier can create sandboxes: it was started and its helpers still run."""
         raise NotImplementedError(self.name)
 
     async def start(self) -> None:
-        """Start what makes sandboxes.
+        """Start the tier, so that it can create sandboxes.
 
         Raises:
-            SandboxUnavailable: the machine lacks something.
+            SandboxUnavailable: the machine lacks a requirement of the tier.
         """
         raise NotImplementedError(self.name)
 
     async def make(self, settings: Mapping[str, Any]) -> Sandbox:
-        """A new sandbox: for one order, or with ``session`` for many, until ``lifetime_s``.
+        """Create a sandbox for one job, or for many if ``settings`` has ``session``.
+
+        The setting ``lifetime_s`` limits how long a session's sandbox lives.
 
         Raises:
-            SandboxError: it can't be made.
+            SandboxError: the sandbox can't be created.
         """
         raise NotImplementedError(self.name)
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
-        """A root filesystem for sessions."""
+        """Build a root filesystem for sessions from layers, the lowest first."""
         raise NotImplementedError(self.name)
 
     async def close(self) -> None:
-        """End everything that was started."""
+        """Stop the tier, with everything that it started."""
         raise NotImplementedError(self.name)
 
     async def probes(self) -> list[Probe]:
-        """Each thing that it needs, tried."""
+        """Check each requirement of the tier on this machine."""
         raise NotImplementedError(self.name)
 
     def isolation(self) -> Isolation:
-        """What it stops, and what it doesn't, as it is in force."""
+        """Describe the isolation in force: what it stops and what it does not."""
         raise NotImplementedError(self.name)
 
     async def require_probes(self) -> None:
-        """Raise SandboxUnavailable if something that it needs is missing."""
+        """Raise SandboxUnavailable if this machine lacks a requirement of the tier."""
         failed = [probe for probe in await self.probes() if not probe.ok]
         if failed:
-            raise SandboxUnavailable(f"the tier {self.name!r} can't be had here", failed)
+            raise SandboxUnavailable(
+                f"the tier {self.name!r} is not available on this machine", failed
+            )

@@ -1,4 +1,4 @@
-"""Pipes between an event loop and a sandbox, which never block and never take more than agreed."""
+"""Non-blocking pipes between an event loop and a sandbox, with a limit on the output kept."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ _CHUNK = 1 << 16
 
 
 class Output:
-    """The host's end of one output stream: keeps at most ``limit`` bytes."""
+    """The host's end of one output stream, of which at most ``limit`` bytes are kept."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class Output:
         self.overflowed = False
         self._limit = limit
         self._on_overflow = on_overflow
-        self._on_start = on_start  # when the first byte is there
+        self._on_start = on_start  # called when the first byte arrives
         self._loop = asyncio.get_running_loop()
         self._ours, self.theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._ours, False)
@@ -28,7 +28,7 @@ class Output:
         self._open = True
 
     def _read(self) -> bool:
-        """Read what is there; returns whether there may be more."""
+        """Read one available chunk; return whether there may be more."""
         try:
             chunk = os.read(self._ours, _CHUNK)
         except BlockingIOError:
@@ -42,7 +42,7 @@ class Output:
         if len(self.content) > self._limit:
             del self.content[self._limit :]
             self.overflowed = True
-            self._on_overflow()  # while the writer lives: closing ends it by SIGPIPE
+            self._on_overflow()  # before closing, which kills the writer by SIGPIPE
             self.close()
             return False
         return True
@@ -53,14 +53,14 @@ class Output:
             self._loop.remove_reader(self._ours)
 
     def finish(self) -> bytes:
-        """What was written until now; closes this end."""
+        """Return what was written until now, and close this end."""
         while self._open and self._read():
             pass
         self.close()
         return bytes(self.content)
 
     def close(self) -> None:
-        """Close this end; the content stays."""
+        """Close this end; the content is kept."""
         self._stop()
         if self._ours >= 0:
             os.close(self._ours)
@@ -68,7 +68,7 @@ class Output:
 
 
 class Input:
-    """The host's end of stdin: writes ``content`` as it is read, then closes."""
+    """The host's end of stdin: writes ``content`` as the reader consumes it, then closes."""
 
     def __init__(self, content: bytes) -> None:
         self._left = memoryview(content)
@@ -86,7 +86,7 @@ class Input:
             written = os.write(self._ours, self._left[:_CHUNK])
         except BlockingIOError:
             return
-        except OSError:  # nobody reads it any more
+        except OSError:  # the reader is gone
             self.close()
             return
         self._left = self._left[written:]

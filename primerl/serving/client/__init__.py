@@ -1,1 +1,1 @@
-"""``VLLMEngine``: a client of one or more vLLM servers."""
+"""``VLLMEngine``, an engine that samples from one or more vLLM servers, and its parts."""

@@ -1,4 +1,4 @@
-"""Calls to all vLLM servers of a fleet, other than completion requests."""
+"""Calls to all vLLM servers of a fleet, except completion requests of rollouts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from primerl.rollout.engines.contract import EngineLimits, check_completion
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.http import Unreachable
-from primerl.serving.client.replicas import Replica
+from primerl.serving.client.servers import ServerState
 from primerl.serving.names import COLLECTIVE_RPC, METRICS
 from primerl.serving.protocol import requests, responses
 from primerl.types import SamplingParams
@@ -19,70 +19,71 @@ METRICS_BYTES = 1 << 24
 
 async def call_all(
     fleet: Fleet,
-    call: Callable[[Replica], Awaitable[Any]],
+    call: Callable[[ServerState], Awaitable[Any]],
     what: str,
     *,
     timeout_s: float,
-    replicas: Collection[Replica] | None = None,
-) -> dict[Replica, Any]:
-    """Call all replicas at once, by default the live ones; those that die are left out.
+    servers: Collection[ServerState] | None = None,
+) -> dict[ServerState, Any]:
+    """Run ``call`` for all given servers concurrently, by default for the live ones.
+
+    Servers that become unreachable are left out of the results.
 
     Raises:
-        RuntimeError: a call failed for another reason or took too long, or no replica is left; the
+        RuntimeError: a call failed for another reason or timed out, or no server answered. The
             message begins with ``what``.
     """
 
-    async def bounded(replica: Replica) -> Any:
+    async def bounded(server: ServerState) -> Any:
         async with asyncio.timeout(timeout_s):
-            return await call(replica)
+            return await call(server)
 
-    if replicas is None:
-        replicas = await fleet.live()
-    results = await asyncio.gather(*map(bounded, replicas), return_exceptions=True)
-    answers: dict[Replica, Any] = {}
+    if servers is None:
+        servers = await fleet.live()
+    results = await asyncio.gather(*map(bounded, servers), return_exceptions=True)
+    answers: dict[ServerState, Any] = {}
     failures = []
-    for replica, result in zip(replicas, results, strict=True):
+    for server, result in zip(servers, results, strict=True):
         if isinstance(result, Unreachable):
-            fleet.lost(replica, str(result))
+            fleet.lost(server, str(result))
         elif isinstance(result, TimeoutError):
-            failures.append(f"{replica.url} did not answer in time")
+            failures.append(f"{server.url} did not answer in time")
         elif isinstance(result, Exception):
             failures.append(str(result) or type(result).__name__)
         elif isinstance(result, BaseException):
             raise result
         else:
-            answers[replica] = result
+            answers[server] = result
     if failures:
         raise RuntimeError(f"{what}: {'; '.join(failures)}")
     if not answers:
-        raise RuntimeError(f"{what}: {fleet.replicas.describe()}")
+        raise RuntimeError(f"{what}: {fleet.servers.describe()}")
     return answers
 
 
 async def call_route(
     fleet: Fleet, path: str, body: Mapping[str, Any] | None, *, timeout_s: float, max_bytes: int
 ) -> dict[str, Any]:
-    """The decoded responses of all live replicas to a POST, by url."""
+    """Send a POST to all live servers; return ``{url: decoded response}``."""
     answers = await call_all(
         fleet,
-        lambda replica: fleet.http.post(replica.url, path, body, max_bytes=max_bytes),
+        lambda server: fleet.http.post(server.url, path, body, max_bytes=max_bytes),
         f"{path} failed",
         timeout_s=timeout_s,
     )
-    return {replica.url: decode(answer, replica.url) for replica, answer in answers.items()}
+    return {server.url: decode(answer, server.url) for server, answer in answers.items()}
 
 
 async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str, float]]:
-    """The metrics of all live replicas, by url and name."""
+    """Read the metrics of all live servers; return ``{url: {name: value}}``."""
     pages = await call_all(
         fleet,
-        lambda replica: fleet.http.get(replica.url, METRICS, max_bytes=METRICS_BYTES),
-        "there are no metrics",
+        lambda server: fleet.http.get(server.url, METRICS, max_bytes=METRICS_BYTES),
+        "the metrics could not be read",
         timeout_s=timeout_s,
     )
     return {
-        replica.url: _parse_metrics(page.decode(errors="replace"))
-        for replica, page in pages.items()
+        server.url: _parse_metrics(page.decode(errors="replace")) for server, page in pages.items()
     }
 
 
@@ -94,28 +95,29 @@ async def probe(
     temperatures: Sequence[float],
     timeout_s: float,
 ) -> dict[str, list[dict[str, np.ndarray]]]:
-    """Each replica's scores and continuations of the sequences, by url; see ``VLLMEngine``."""
+    """Have each server score and continue the sequences; see ``VLLMEngine.probe``."""
 
     async def one(
-        replica: Replica, token_ids: Sequence[int], temperature: float
+        server: ServerState, token_ids: Sequence[int], temperature: float
     ) -> dict[str, np.ndarray]:
-        # With a fixed seed, replicas with the same weights mostly sample the same tokens.
+        # With a fixed seed, servers with the same weights mostly sample the same tokens.
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
-        # Two requests: vLLM scores without its prefix cache, and samples with it. Of equal blocks
-        # it uses the oldest: those of older weights, if any, or those that scoring computed.
+        # Two requests, because vLLM scores without its prefix cache and samples with it. If several
+        # cached blocks match, vLLM uses the oldest: a block that older weights computed, if there
+        # is one, or else the block that scoring computed.
         how: dict[str, Any] = {
-            "salt": replica.label or "",
-            "adapter": fleet.adapter_of(replica),
+            "salt": server.label or "",
+            "adapter": fleet.adapter_of(server),
             "routes_start": fleet.no_routes(token_ids),
             "priority": requests.FIRST,
         }
         scored = await fleet.http.complete(
-            replica.url,
+            server.url,
             requests.score_body(token_ids, **how),
             max_bytes=responses.most_bytes(1, scored=len(token_ids)),
         )
         answer = await fleet.http.complete(
-            replica.url,
+            server.url,
             requests.generate_body(token_ids, params, **how),
             max_bytes=responses.most_bytes(max_new_tokens),
         )
@@ -127,7 +129,7 @@ async def probe(
             context_length=len(token_ids) + max_new_tokens,
             vocab_size=None,
             oldest=0,
-            newest=max(versions, default=0),  # not known: the probe is there to find out
+            newest=max(versions, default=0),  # any version is valid: the probe reports it
         )
         check_completion(completion, len(token_ids), params, limits)
         return {
@@ -136,65 +138,67 @@ async def probe(
             "logprobs": completion.logprobs,
         }
 
-    async def every(replica: Replica) -> list[dict[str, np.ndarray]]:
+    async def every(server: ServerState) -> list[dict[str, np.ndarray]]:
         pairs = zip(sequences, temperatures, strict=True)
-        return list(await asyncio.gather(*(one(replica, *pair) for pair in pairs)))
+        return list(await asyncio.gather(*(one(server, *pair) for pair in pairs)))
 
-    numbered = [replica for replica in await fleet.live() if replica.version is not None]
+    numbered = [server for server in await fleet.live() if server.version is not None]
     answers = await call_all(
-        fleet, every, "the probe failed", timeout_s=timeout_s, replicas=numbered
+        fleet, every, "the probe failed", timeout_s=timeout_s, servers=numbered
     )
-    return {replica.url: answer for replica, answer in answers.items()}
+    return {server.url: answer for server, answer in answers.items()}
 
 
 async def rpc(
-    fleet: Fleet, replica: Replica, method: str, **arguments: Any
+    fleet: Fleet, server: ServerState, method: str, **arguments: Any
 ) -> list[dict[str, Any]]:
-    """Call a method of the worker extension; one result per worker of the replica."""
-    results = await rpc_results(fleet, replica, method, **arguments)
+    """Call a method of the worker extension; return one mapping per worker of the server."""
+    results = await rpc_results(fleet, server, method, **arguments)
     if not all(isinstance(one, dict) for one in results):
-        raise RuntimeError(f"{replica.url} answered {method} with {results!r:.200}")
+        raise RuntimeError(f"{server.url} answered {method} with {results!r:.200}")
     return results
 
 
-async def rpc_results(fleet: Fleet, replica: Replica, method: str, **arguments: Any) -> list[Any]:
-    """As ``rpc``, with results of any type."""
+async def rpc_results(
+    fleet: Fleet, server: ServerState, method: str, **arguments: Any
+) -> list[Any]:
+    """Call a method of the worker extension; return one result of any type per worker."""
     body = {"method": method, "kwargs": arguments}
-    answer = decode(await fleet.http.post(replica.url, COLLECTIVE_RPC, body), replica.url)
+    answer = decode(await fleet.http.post(server.url, COLLECTIVE_RPC, body), server.url)
     results = answer.get("results") if isinstance(answer, dict) else None
     return results if isinstance(results, list) else []
 
 
 async def agreed(fleet: Fleet, method: str, *, timeout_s: float) -> Any:
-    """The result of a method of the worker extension, which must be the same on all workers.
+    """Return the result of a method of the worker extension on which all workers agree.
 
     Raises:
         RuntimeError: the results differ, or a worker did not answer.
     """
     answers = await call_all(
         fleet,
-        lambda replica: rpc_results(fleet, replica, method),
-        f"{method} was not answered",
+        lambda server: rpc_results(fleet, server, method),
+        f"{method} failed",
         timeout_s=timeout_s,
     )
     results = [one for results in answers.values() for one in results]
     if not results or any(one != results[0] for one in results):
-        named = {replica.url: results for replica, results in answers.items()}
-        raise RuntimeError(f"the servers differ in {method}: {named!r:.300}")
+        named = {server.url: results for server, results in answers.items()}
+        raise RuntimeError(f"the servers' workers disagree on {method}: {named!r:.300}")
     return results[0]
 
 
 def decode(content: bytes, where: str) -> Any:
-    """Decode a JSON body; None if it is empty.
+    """Decode a JSON body; return None if it is empty.
 
     Raises:
-        RuntimeError: it is not JSON, or is nested too deeply.
+        RuntimeError: the body is not JSON, or is nested too deeply.
     """
     return responses.decode(responses.anything, content, where) if content else None
 
 
 def _parse_metrics(text: str) -> dict[str, float]:
-    """Counters and gauges in Prometheus text format, by name, summed over labels."""
+    """Parse counters and gauges in Prometheus text format; return sums over labels, by name."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""The connection of one copy of an engine to its servers."""
+"""The connection between one copy of an engine and its servers."""
 
 import contextlib
 import logging
@@ -13,8 +13,8 @@ from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.serving.client.adapters import AdapterUpdates
 from primerl.serving.client.dispatcher import Dispatcher
 from primerl.serving.client.fleet import Fleet
-from primerl.serving.client.members import Members
-from primerl.serving.client.settings import Settings
+from primerl.serving.client.server_urls import ServerUrls
+from primerl.serving.client.settings import ConnectionSettings
 from primerl.serving.client.updates import Updates
 from primerl.types import PolicyVersion
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @attrs.frozen
 class Connection:
-    """What talks to the servers, on an event loop in a thread of its own."""
+    """The objects that communicate with the servers, on an event loop in a dedicated thread."""
 
     loop: BackgroundLoop
     fleet: Fleet
@@ -34,8 +34,10 @@ class Connection:
     updates: Updates
 
     @classmethod
-    def open(cls, members: Members, settings: Settings, *, version: PolicyVersion) -> "Connection":
-        """Connect to the servers, and watch them until ``close``."""
+    def open(
+        cls, members: ServerUrls, settings: ConnectionSettings, *, version: PolicyVersion
+    ) -> "Connection":
+        """Connect to the servers, and poll them until ``close``."""
         loop = BackgroundLoop("primerl-vllm")
 
         async def build() -> Connection:
@@ -51,15 +53,15 @@ class Connection:
         return connection
 
     def run(self, ask: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
-        """What the fleet answers, on the connection's event loop."""
+        """Run ``ask(fleet)`` on the connection's event loop and return its result."""
         result: T = self.loop.submit(ask(self.fleet)).result()
         return result
 
     def close(self) -> None:
-        """Cancel the requests in flight and stop watching the servers."""
+        """Cancel the requests in flight and stop polling the servers."""
         self.loop.stop()
 
 
 def _log_end_of_watch(watch: "Future[None]") -> None:
     if not watch.cancelled() and (error := watch.exception()) is not None:
-        log.error("the servers are no longer watched: %s", summary(error))
+        log.error("the vLLM servers are no longer polled: %s", summary(error))

@@ -1,4 +1,4 @@
-"""Sends completion requests to the replicas, until one of them has answered."""
+"""Dispatch of completion requests to servers, with retries on other servers."""
 
 import asyncio
 import logging
@@ -11,6 +11,7 @@ import numpy as np
 from primerl.rollout.engines.contract import BadCompletion, EngineLimits, check_completion
 from primerl.rollout.errors import summary
 from primerl.serving.client.calls import rpc_results
+from primerl.serving.client.expert_routes import CacheSources, ExpectedRoutes, RouteWriter
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.http import (
     BadResponse,
@@ -18,8 +19,7 @@ from primerl.serving.client.http import (
     ServerFailed,
     Unreachable,
 )
-from primerl.serving.client.replicas import Replica
-from primerl.serving.client.routes import CacheSources, ExpectedRoutes, RouteRecorder
+from primerl.serving.client.servers import ServerState
 from primerl.serving.names import SERVED_VOCAB_SIZE
 from primerl.serving.protocol import requests, responses
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -29,11 +29,15 @@ MOST_BACKOFF_S = 5.0
 VOCAB_SIZE_S = 10.0  # timeout of asking a server for the size of its vocabulary
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_UNFINISHED = ("abort", "error", None)  # the server failed; the request may be valid
+_UNFINISHED = ("abort", "error", None)  # the server failed, so the request is sent again
 
 
-class _Retry(Exception):
-    """Send the request again; ``free``: the attempt never reached a server and is not counted."""
+class _SendAgain(Exception):
+    """Signal to send a request again.
+
+    With ``free``, the attempt never reached a server and is not counted. With ``wait``, a pause
+    precedes the next attempt.
+    """
 
     def __init__(self, reason: str, *, free: bool = False, wait: bool = True) -> None:
         super().__init__(reason)
@@ -42,14 +46,14 @@ class _Retry(Exception):
 
 
 class Dispatcher:
-    """Sends requests to the servers of a fleet, on its event loop."""
+    """Sender of completion and scoring requests, on the event loop of its fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.vocab_size = fleet.settings.vocab_size
-        """The number of token ids, if known; read from other threads."""
+        """The vocabulary size, or None while it is unknown; read from other threads."""
         self._fleet = fleet
         store = fleet.settings.routes
-        self._recorder = None if store is None else RouteRecorder(store)
+        self._recorder = None if store is None else RouteWriter(store)
         self._cache_sources = CacheSources(fleet)
         self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
@@ -57,7 +61,7 @@ class Dispatcher:
     async def generate(
         self, prompt: np.ndarray, params: SamplingParams, session: str | None
     ) -> Completion:
-        """Sample one completion on any replica that serves.
+        """Sample one completion on any server in use.
 
         Raises:
             BadCompletion: the response breaks the contract of engines.
@@ -65,16 +69,17 @@ class Dispatcher:
         max_bytes = responses.most_bytes(params.max_tokens)
         recorder = self._recorder
 
-        async def ask(replica: Replica) -> Completion:
+        async def ask(server: ServerState) -> Completion:
             routes_start = expected = None
             if recorder is not None:
-                routes_start = await self._first_route(replica, len(prompt), params)
+                routes_start = await self._first_route(server, len(prompt), params)
                 known = attrs.evolve(params, routes_start=routes_start)
                 expected = recorder.expect(len(prompt), known)
-            # Nothing waits from here until the request is sent, so both are of the same weights.
-            label = replica.label
-            adapter = self._adapter_of(replica)
-            # The salt is the replica's last known weights: prefixes of others are never reused.
+            # No await until the request is sent, so label and adapter describe the same weights.
+            label = server.label
+            adapter = self._adapter_of(server)
+            # The salt names the server's last known weights, so that prefixes cached for other
+            # weights are never reused.
             body = requests.generate_body(
                 prompt.tolist(),
                 params,
@@ -82,12 +87,12 @@ class Dispatcher:
                 adapter=adapter,
                 routes_start=routes_start,
             )
-            choice = (await self._attempt(replica, body, max_bytes, expected)).choices[0]
+            choice = (await self._attempt(server, body, max_bytes, expected)).choices[0]
             if choice.finish_reason in _UNFINISHED:
-                raise _Retry(f"{replica.url} ended a request with {choice.finish_reason!r}")
-            versions = await self._versions(choice, replica, adapter)
+                raise _SendAgain(f"{server.url} ended a request with {choice.finish_reason!r}")
+            versions = await self._versions(choice, server, adapter)
             completion = responses.make_completion(choice, versions)
-            await self._learn_vocab_size(replica)
+            await self._learn_vocab_size(server)
             limits = EngineLimits(
                 context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
                 vocab_size=self.vocab_size,
@@ -95,7 +100,7 @@ class Dispatcher:
                 newest=self._fleet.newest_version,
             )
             check_completion(completion, len(prompt), params, limits)
-            self._learn(replica, versions, label)
+            self._learn(server, versions, label)
             if recorder is None or expected is None:
                 return completion
             return await recorder.record(expected, choice, completion)
@@ -105,46 +110,48 @@ class Dispatcher:
     async def score(
         self, token_ids: list[int], read: Callable[[responses.Response], T], *, top_k: int = 0
     ) -> T:
-        """What ``read`` finds in the logprobs of a sequence, computed by any replica that serves.
+        """Score a sequence on any server in use, and return ``read(response)``.
 
-        With ``top_k``, they include those of the likeliest tokens in each place.
+        The response has the logprob of each token and, with ``top_k``, those of the ``top_k``
+        likeliest tokens at each position.
         """
         max_bytes = responses.most_bytes(1, scored=len(token_ids) * (top_k + 1))
 
-        async def ask(replica: Replica) -> T:
-            adapter = self._adapter_of(replica)
+        async def ask(server: ServerState) -> T:
+            adapter = self._adapter_of(server)
             routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(
                 token_ids, top_k=top_k, adapter=adapter, routes_start=routes_start
             )
-            return read(await self._attempt(replica, body, max_bytes))
+            return read(await self._attempt(server, body, max_bytes))
 
         return await self._dispatch(None, ask)
 
     async def _dispatch(
-        self, session: str | None, ask: Callable[[Replica], Coroutine[Any, Any, T]]
+        self, session: str | None, ask: Callable[[ServerState], Coroutine[Any, Any, T]]
     ) -> T:
-        """Send a request until it is answered, each time to another replica if there is one.
+        """Send a request until it is answered, each time to another server if there is one.
 
         Raises:
-            RuntimeError: none served for ``down_timeout_s``, though weights were published.
+            RuntimeError: the retries are used up, or weights were published and no server could be
+                used for ``down_timeout_s``.
         """
         avoid: set[str] = set()
         failures: list[str] = []
-        replicas = self._fleet.replicas
+        servers = self._fleet.servers
         while True:
-            replica = await self._fleet.wait(
-                lambda: replicas.choose(session, avoid=avoid),
-                "no replica has served",
-                patient=lambda: replicas.unpublished,
+            server = await self._fleet.wait(
+                lambda: servers.choose(session, avoid=avoid),
+                "no server could be used",
+                patient=lambda: servers.unpublished,
             )
             try:
-                return await ask(replica)
+                return await ask(server)
             except BadCompletion as error:
-                where = "" if replica.url in str(error) else f"{replica.url}: "
+                where = "" if server.url in str(error) else f"{server.url}: "
                 raise BadCompletion(f"{where}{error}") from error
-            except _Retry as retry:
-                avoid.add(replica.url)
+            except _SendAgain as retry:
+                avoid.add(server.url)
                 if retry.free:
                     continue
                 failures.append(str(retry))
@@ -158,81 +165,88 @@ class Dispatcher:
 
     async def _attempt(
         self,
-        replica: Replica,
+        server: ServerState,
         body: Mapping[str, Any],
         max_bytes: int,
         expected: ExpectedRoutes | None = None,
     ) -> responses.Response:
         try:
-            async with self._fleet.holding(replica):
+            async with self._fleet.holding(server):
                 return await self._fleet.http.complete(
-                    replica.url, body, max_bytes=max_bytes, extraction=expected
+                    server.url, body, max_bytes=max_bytes, extraction=expected
                 )
         except Unreachable as error:
-            self._fleet.lost(replica, str(error))
-            raise _Retry(str(error), free=not error.sent, wait=False) from error
+            self._fleet.lost(server, str(error))
+            raise _SendAgain(str(error), free=not error.sent, wait=False) from error
         except ServerFailed as error:
-            raise _Retry(str(error)) from error
+            raise _SendAgain(str(error)) from error
         except NotFound as error:
             if self._fleet.labels.adapter is None:
                 raise
-            await self._fleet.poll(replica)  # a newer version has replaced it, or it is gone
-            raise _Retry(str(error), wait=False) from error
+            # A newer version has replaced the adapter, or the server has lost it.
+            await self._fleet.poll(server)
+            raise _SendAgain(str(error), wait=False) from error
         except BadResponse as error:
             hint = "" if self._recorder else " (expert routes need VLLMEngine(..., routes=))"
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
-            raise _Retry(f"{replica.url} was lost with the request", wait=False) from error
+            raise _SendAgain(
+                f"{server.url} was lost while it processed a request", wait=False
+            ) from error
 
-    def _adapter_of(self, replica: Replica) -> str | None:
-        """What a request calls the adapter, or None if there is none in this run.
+    def _adapter_of(self, server: ServerState) -> str | None:
+        """Return the adapter's name in requests, or None if this engine samples under no adapter.
 
         Raises:
-            _Retry: the server has been lost meanwhile. Without a name, its base model would answer.
+            _SendAgain: the server was lost meanwhile. The base model would answer a request without
+                a name.
         """
-        adapter = self._fleet.adapter_of(replica)
+        adapter = self._fleet.adapter_of(server)
         if adapter is None and self._fleet.labels.adapter is not None:
-            raise _Retry(f"{replica.url} serves no adapter any more", free=True, wait=False)
+            raise _SendAgain(f"{server.url} no longer serves the adapter", free=True, wait=False)
         return adapter
 
     async def _first_route(
-        self, replica: Replica, prompt_length: int, params: SamplingParams
+        self, server: ServerState, prompt_length: int, params: SamplingParams
     ) -> int:
         try:
-            return await self._cache_sources.first_route(replica, prompt_length, params)
+            return await self._cache_sources.first_route(server, prompt_length, params)
         except Unreachable as error:
-            self._fleet.lost(replica, str(error))
-            raise _Retry(str(error), free=True, wait=False) from error
+            self._fleet.lost(server, str(error))
+            raise _SendAgain(str(error), free=True, wait=False) from error
 
     async def _versions(
-        self, choice: responses.Choice, replica: Replica, adapter: str | None
+        self, choice: responses.Choice, server: ServerState, adapter: str | None
     ) -> list[PolicyVersion]:
-        """The version of each token.
+        """Return the version of each token.
 
         Raises:
-            BadCompletion: the response does not give one for each token.
-            _Retry: the server sampled with weights that are not this run's.
+            BadCompletion: the response does not give a version for each token.
+            _SendAgain: the server sampled with weights that are not of this run, or was lost before
+                it confirmed a version that is newer than all known ones.
         """
         known = responses.token_versions(choice, self._fleet.number, adapter=adapter)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
-            raise _Retry(f"{replica.url} sampled with weights that are not this run's")
+            raise _SendAgain(f"{server.url} sampled with weights that this run did not publish")
         if versions:
-            await self._fleet.confirm(replica, max(versions))
-            if max(versions) > self._fleet.newest_version and not replica.alive:
-                raise _Retry(f"{replica.url} was lost before it confirmed its version", wait=False)
+            await self._fleet.confirm(server, max(versions))
+            if max(versions) > self._fleet.newest_version and not server.alive:
+                raise _SendAgain(
+                    f"{server.url} was lost before it confirmed its version", wait=False
+                )
         return versions
 
-    async def _learn_vocab_size(self, replica: Replica) -> None:
-        """Ask a server for its vocabulary size, once; it needs primerl's worker extension."""
-        async with self._asking:  # requests that finish meanwhile wait for it
+    async def _learn_vocab_size(self, server: ServerState) -> None:
+        """Ask a server for its vocabulary size, once; needs primerl's worker extension."""
+        async with self._asking:  # only the first finished request asks; the others wait for it
             if self._asked_vocab_size:
                 return
             try:
                 async with asyncio.timeout(VOCAB_SIZE_S):
-                    found = await rpc_results(self._fleet, replica, SERVED_VOCAB_SIZE)
+                    found = await rpc_results(self._fleet, server, SERVED_VOCAB_SIZE)
             except Unreachable:
-                return  # ask the server of the next response
+                return  # ask again after the next response
             except (RuntimeError, ValueError, TimeoutError) as error:
                 found = [summary(error)]
             self._asked_vocab_size = True
@@ -242,18 +256,23 @@ class Dispatcher:
                 self.vocab_size = min(known)
             else:
                 log.warning(
-                    "%s does not report its vocabulary size (%.200s), so ids beyond it are not "
-                    "detected: pass VLLMEngine(..., vocab_size=)",
-                    replica.url,
+                    "%s does not report its vocabulary size (%.200s), so sampled token ids beyond "
+                    "it are not detected: pass VLLMEngine(..., vocab_size=)",
+                    server.url,
                     found,
                 )
 
-    def _learn(self, replica: Replica, versions: list[PolicyVersion], label: str | None) -> None:
-        """Record which version a server served, from a valid response."""
-        if replica.alive:
+    def _learn(self, server: ServerState, versions: list[PolicyVersion], label: str | None) -> None:
+        """Record which version a server serves, from a valid response.
+
+        Raises:
+            _SendAgain: with ``on_update="keep"``, the server was updated before it began the
+                request.
+        """
+        if server.alive:
             last = versions[-1]
-            self._fleet.replicas.serves(replica, self._fleet.labels.name(last), last)
+            self._fleet.servers.serves(server, self._fleet.labels.name(last), last)
             self._fleet.tell()
         if self._fleet.settings.on_update == "keep" and versions[0] != self._fleet.number(label):
-            # Its prompt may have reused a prefix that older weights computed.
-            raise _Retry(f"{replica.url} was updated before it began a request", wait=False)
+            # The prompt may have reused a cached prefix that older weights computed.
+            raise _SendAgain(f"{server.url} was updated before it began a request", wait=False)

@@ -1,4 +1,4 @@
-"""A client of vLLM servers."""
+"""``VLLMEngine``, which samples and scores on vLLM servers and loads weights into them."""
 
 import asyncio
 import functools
@@ -15,9 +15,9 @@ from primerl.rollout.engines.protocol import RouteStore
 from primerl.serving.client.calls import agreed, call_route, probe, read_metrics
 from primerl.serving.client.connection import Connection
 from primerl.serving.client.fleet import Fleet
-from primerl.serving.client.members import Members, key_of, url_of
-from primerl.serving.client.settings import Settings
-from primerl.serving.client.updates import Rendezvous
+from primerl.serving.client.server_urls import ServerUrls, key_of, url_of
+from primerl.serving.client.settings import ConnectionSettings
+from primerl.serving.client.updates import SendBarrier
 from primerl.serving.names import (
     COLLECTIVE_RPC,
     DETOKENIZE,
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class VLLMEngine:
-    """Samples from vLLM servers, one or many, that hold the same policy.
+    """An engine that samples from one or more vLLM servers that hold the same policy.
 
         with serving.serve_vllm(model) as server, serving.VLLMEngine(server) as engine:
             weights.Disk(policy, engine, folder=folder).publish(0)
@@ -43,38 +43,42 @@ class VLLMEngine:
 
     A server is used once it holds weights of this run: those that a transport published
     (``load_weights``), or its own checkpoint after ``adopt``. Requests of a session go to the
-    server that has their prefix cached, unless it is much busier than another; other requests go to
-    the least loaded server. When a server dies, its requests are sent to another. When it returns,
-    the engine that published the latest weights gives them to it before it is used again.
+    server that has their prefix cached, unless it is much busier than another server. Other
+    requests go to the least loaded server. When a server dies, its requests are sent to another
+    one. When it returns, the engine that published the latest weights loads them into it before the
+    server is used again.
 
-    The engine is ``portable``: the worker's process holds a copy with its own connections. Each
-    copy runs them in a thread of its own, so ``generate`` may be awaited on any event loop.
+    The engine is ``portable``: it can be pickled, and worker processes hold copies with their own
+    connections. Each copy runs its connections in a dedicated thread, so ``generate`` may be
+    awaited on any event loop.
 
     Args:
         servers: one or several urls (``"http://host:port"``) or ``VLLMServer`` objects; or the path
             of a file with one url per line, which all copies read again when it changes.
-        api_key: of the servers; by default that of the ``VLLMServer`` objects, or
+        api_key: the servers' API key; by default that of the ``VLLMServer`` objects, or
             ``PRIMERL_API_KEY`` in the environment.
-        on_update: what an update does to requests in flight: ``"recompute"`` (their KV cache is
-            recomputed, so that each token is sampled by exactly its version), ``"keep"`` (the cache
-            stays) or ``"drain"`` (they finish under the old weights, while new requests wait).
-        run: names this run's weights on the servers; random by default.
-        request_timeout_s: how long a request may take, retries included.
+        on_update: the effect of an update on requests in flight: ``"recompute"`` (their KV cache is
+            recomputed, so that each token is sampled by exactly its version), ``"keep"`` (they
+            continue with their old KV cache) or ``"drain"`` (they finish under the old weights,
+            while new requests wait).
+        run: the name of this run's weights on the servers, letters and digits; random by default.
+        request_timeout_s: the timeout of a request, retries included.
         down_timeout_s: how long requests wait while no server can be used. Before the first
-            publication they wait as long as a request may take.
-        retries: how often a request is sent again after a server failed it.
-        routes: where the expert routes go that servers return (``serve_vllm(...,
+            publication they wait up to ``request_timeout_s``.
+        retries: how often a request is sent again after a server failed to complete it.
+        routes: the store for the expert routes that servers return (``serve_vllm(...,
             enable_return_routed_experts=True)``), such as a ``replay.Store``; it is pickled with
-            the engine. Then each completion has ``routes``, of all tokens from
-            ``params.routes_start`` to the last but one, and a response without them, or with those
-            of another request, is a ``BadCompletion``. Without it, the routes of long sequences
-            exceed the size allowed for responses.
-        vocab_size: the number of token ids; by default what the servers report, if they do. A
+            the engine. With a store, each completion has ``routes`` of all tokens from
+            ``params.routes_start`` to the last but one, and a response without routes, or with
+            those of another request, is a ``BadCompletion``. Without a store, use servers that
+            return no routes: for long sequences, routes exceed the size allowed for responses.
+        vocab_size: the number of token ids; by default as the servers report it, if they do. A
             completion with an id beyond it is a ``BadCompletion``.
-        adapter: the name of a low-rank adapter, under which everything is sampled and scored, once
-            ``weights.Adapter`` has published it. Engines with other names, or None for the servers'
-            own weights, may use the same servers, each with versions of its own. Requests in flight
-            end with the version of the adapter that they began with, whatever ``on_update`` says.
+        adapter: the name of a low-rank adapter under which this engine samples and scores, once
+            ``weights.Adapter`` has published it; None for the servers' own weights. Engines with
+            different adapters, or none, may share servers; their versions are independent. Requests
+            in flight finish with the adapter version that they started with, whatever
+            ``on_update`` is.
 
     Raises:
         ValueError: an argument is out of range, or a url is malformed.
@@ -96,8 +100,8 @@ class VLLMEngine:
         vocab_size: int | None = None,
         adapter: str | None = None,
     ) -> None:
-        self._members = Members(servers)
-        self._settings = Settings(
+        self._members = ServerUrls(servers)
+        self._settings = ConnectionSettings(
             labels=Labels(secrets.token_hex(4) if run is None else run, adapter),
             api_key=api_key or key_of(servers) or os.environ.get("PRIMERL_API_KEY"),
             on_update=on_update,
@@ -114,7 +118,7 @@ class VLLMEngine:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The copy makes its own connection, and is not the one that published.
+        # The copy opens its own connection, and does not seed servers: it has published nothing.
         state = {**self.__dict__, "_known_version": self.version, "_connection": None}
         del state["_lock"]
         return state
@@ -127,27 +131,27 @@ class VLLMEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the slowest server in use; known within 0.2 s of a change."""
+        """The oldest version that a server in use serves; known within 0.2 s of a change."""
         return max(self._known_version, self._connected().fleet.version)
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version known to be served by any server."""
+        """The newest version that any server is known to serve."""
         return max(self.version, self._connected().fleet.newest_version)
 
     @property
     def adapter(self) -> str | None:
-        """The name of the adapter under which it samples; None for the servers' own weights."""
+        """The adapter that this engine samples under; None for the servers' own weights."""
         return self._settings.labels.adapter
 
     @property
     def routes(self) -> RouteStore | None:
-        """Where expert routes go, None where they are not recorded."""
+        """The store for expert routes; None if they are not recorded."""
         return self._settings.routes
 
     @property
     def request_timeout_s(self) -> float:
-        """How long a request may take."""
+        """The timeout of a request in seconds, retries included."""
         return self._settings.request_timeout_s
 
     @property
@@ -158,7 +162,7 @@ class VLLMEngine:
         return self._connection.dispatcher.vocab_size
 
     def learn(self, version: PolicyVersion) -> None:
-        """Another copy of this engine saw ``version`` served by every replica in use."""
+        """Record that another copy of this engine saw every server in use serve ``version``."""
         self._known_version = max(self._known_version, version)
         connection = self._connected()
         connection.loop.call_soon(connection.fleet.learn, version)
@@ -179,17 +183,17 @@ class VLLMEngine:
         """The dtype that the servers compute in, such as ``"bfloat16"``.
 
         Raises:
-            RuntimeError: no server could be reached, or they differ.
+            RuntimeError: no server could be reached, or the servers compute in different dtypes.
         """
         ask = functools.partial(agreed, method=SERVED_DTYPE, timeout_s=60.0)
         return str(self._connected().run(ask))
 
     def check_reloads(self) -> None:
-        """Check that the servers can be sent weights, however they were started.
+        """Check that the weights of the running servers can be updated.
 
         Raises:
-            RuntimeError: one takes adapters, or moves experts between devices (``enable_eplb``); or
-                none could be reached, or they differ.
+            RuntimeError: the servers were started with ``enable_lora`` or ``enable_eplb``, or have
+                padded experts (on a CPU); or no server could be reached, or their answers differ.
         """
         ask = functools.partial(agreed, method=RELOAD_REFUSAL, timeout_s=60.0)
         found = self._connected().run(ask)
@@ -203,14 +207,15 @@ class VLLMEngine:
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request on its server.
 
-        Only ``params.stop_token_ids`` end a completion early. Logprobs are processed (temperature
-        applied), and each token has the version of the weights that sampled it. Its expert routes
-        are in the store (``routes``) once this returns, decoded and stored in threads.
+        Only ``params.stop_token_ids`` end a completion before ``max_tokens``. Logprobs are those of
+        the sampled distribution (temperature applied), and each token has the version of the
+        weights that sampled it. The completion's expert routes are in the store (``routes``) before
+        this returns; threads decode and store them.
 
         Raises:
-            BadCompletion: a server's response breaks the contract of engines, or has no expert
-                routes, or such as the store refuses. The request is not sent again, so that the
-                fault is seen.
+            BadCompletion: a server's response breaks the contract of engines, lacks expert routes,
+                or has routes that the store refuses. The request is not sent again, because a retry
+                would hide the fault.
             ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context,
                 ``routes_start`` exceeds the prompt, or vLLM refuses the request.
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
@@ -232,23 +237,23 @@ class VLLMEngine:
         return await self._request(dispatcher.generate(prompt, params, session))
 
     async def score(self, token_ids: Sequence[int]) -> np.ndarray:
-        """The logprob of each token given those before it; raises as ``generate``.
+        """Compute the logprob of each token given the tokens before it; raises as ``generate``.
 
         Returns:
-            float32[t], at temperature 1; entry 0 is 0.
+            Logprobs at temperature 1, float32[t]; entry 0 is 0.
         """
         return await self._scored(token_ids, responses.prompt_scores)
 
     async def score_top_k(
         self, token_ids: Sequence[int], *, k: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As ``score``, and of each place the k tokens that are likeliest there; raises as it does.
+        """Compute ``score``'s logprobs and the k likeliest tokens at each position.
 
-        A server answers up to k = 20, or as many as it was started with: ``--max-logprobs``.
+        Raises as ``generate``. A server's ``--max-logprobs`` limits k; vLLM's default is 20.
 
         Returns:
-            The logprobs of the tokens, float32[t]; the likeliest tokens, in falling order,
-            int32[t, k]; and their logprobs, float32[t, k]. Entry 0 of each is 0.
+            The logprobs of the tokens, float32[t]; the likeliest tokens at each position, in
+            descending order, int32[t, k]; and their logprobs, float32[t, k]. Entry 0 of each is 0.
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
@@ -279,11 +284,12 @@ class VLLMEngine:
         except TimeoutError:
             raise RuntimeError(
                 f"a request took longer than {self._settings.request_timeout_s:g} s: "
-                f"{connection.fleet.replicas.describe()}"
+                f"{connection.fleet.servers.describe()}"
             ) from None
 
     async def _learn_context(self) -> None:
-        # Reading `context_length` in a thread would block that thread after a cancellation.
+        # `context_length` blocks: if it were read in a thread, a cancellation would leave that
+        # thread blocked.
         if self._context_length is None:
             connection = await asyncio.to_thread(self._connected)
             found = connection.loop.submit(connection.fleet.context())
@@ -291,9 +297,9 @@ class VLLMEngine:
 
     def _check(self, tokens: np.ndarray, max_tokens: int) -> None:
         if not len(tokens):
-            raise ValueError("the prompt is empty; a completion needs at least one token before it")
+            raise ValueError("the sequence of token ids is empty, expected at least one token")
         if tokens.min() < 0:
-            raise ValueError(f"the prompt has the token {tokens.min()}; expected ids of at least 0")
+            raise ValueError(f"the prompt has the token id {tokens.min()}, expected at least 0")
         if len(tokens) + max_tokens > self.context_length:
             raise ValueError(
                 f"a prompt of {len(tokens)} tokens and max_tokens={max_tokens} exceed the context "
@@ -312,20 +318,20 @@ class VLLMEngine:
     ) -> dict[str, list[dict[str, Any]]]:
         """Load new weights into every server and return when all serve them; thread-safe.
 
-        Servers fetch and verify ``update`` while they sample; then each pauses, loads and resumes.
-        A server that dies meanwhile is left out, as long as another is left.
+        Servers fetch and verify ``update`` while they sample. Then each server pauses, loads the
+        weights and resumes. A server that dies meanwhile is left out, unless it is the last one.
 
         Args:
-            update: what the transport tells the servers' receivers, such as where the weights are.
+            update: the transport's message to the servers' receivers, such as the weights' folder.
             version: the policy version of the weights.
-            timeout_s: for the whole update.
+            timeout_s: the timeout of the whole update.
             send: called in this thread while all servers wait to receive (NCCL).
 
         Returns:
-            The receipt of each worker, by url.
+            The receipts of each server's workers, by url.
 
         Raises:
-            ValueError: ``version`` is older than what is served, or ``update`` is an adapter alone
+            ValueError: ``version`` is older than the served version, or ``update`` is an adapter
                 and this engine samples under none, or the reverse.
             RuntimeError: a server did not prepare the update (then no server was changed), or did
                 not load it (then that server stays paused and unused until a later load succeeds).
@@ -333,13 +339,13 @@ class VLLMEngine:
         if ("adapter" in update) != (self.adapter is not None):
             under = f"the adapter {self.adapter!r}" if self.adapter else "the servers' own weights"
             raise ValueError(
-                f"this engine samples under {under}, and the update is not of that kind: adapters "
-                "are published by weights.Adapter to VLLMEngine(..., adapter=NAME), merged weights "
-                "by the other transports to an engine without one"
+                f"this engine samples under {under}, and the update is of the other kind: publish "
+                "adapters with weights.Adapter to VLLMEngine(..., adapter=NAME), merged weights "
+                "with the other transports to an engine without an adapter"
             )
         connection = self._connected()
         self._refuse_older(version)
-        meeting = None if send is None else Rendezvous()
+        meeting = None if send is None else SendBarrier()
         future = connection.loop.submit(
             connection.updates.load(update, version, timeout_s=timeout_s, meeting=meeting)
         )
@@ -355,23 +361,28 @@ class VLLMEngine:
     def adopt(self, version: PolicyVersion, *, timeout_s: float = 60.0) -> None:
         """Declare that the servers' current weights are the policy of ``version``.
 
-        For servers that nothing was published to: an evaluation, or step 0 of a run that starts
-        from the checkpoint that the servers loaded.
+        Use it for servers to which nothing was published: in an evaluation, or at step 0 of a run
+        that starts from the checkpoint that the servers loaded.
 
         Raises:
-            ValueError: ``version`` is older than what is served, or the engine samples under an
+            ValueError: ``version`` is older than the served version, or the engine samples under an
                 adapter, which has to be published.
-            RuntimeError: a server could not be labelled, or failed to load weights before.
+            RuntimeError: the version label could not be set on a server, or a server failed to load
+                weights before.
         """
         if self.adapter is not None:
-            raise ValueError(f"the adapter {self.adapter!r} has to be published: weights.Adapter")
+            raise ValueError(
+                f"the adapter {self.adapter!r} can't be adopted: publish it with weights.Adapter"
+            )
         connection = self._connected()
         self._refuse_older(version)
         connection.run(lambda _: connection.updates.adopt(version, timeout_s=timeout_s))
 
     def _refuse_older(self, version: PolicyVersion) -> None:
         if version < self.version:
-            raise ValueError(f"version {version} is older than {self.version}, which is served")
+            raise ValueError(
+                f"version {version} is older than version {self.version}, which the servers serve"
+            )
 
     def call(
         self,
@@ -381,24 +392,24 @@ class VLLMEngine:
         timeout_s: float = 60.0,
         max_bytes: int = 1 << 24,
     ) -> dict[str, Any]:
-        """POST ``body`` to a route of every live server; returns ``{url: response}``.
+        """POST ``body`` to an endpoint of every live server; return ``{url: decoded response}``.
 
         Raises:
-            RuntimeError: a server failed, or its response exceeds ``max_bytes``.
-            ValueError: a server refused the request.
+            RuntimeError: a server failed or refused the request, or its response exceeds
+                ``max_bytes``.
         """
         return self._connected().run(
             lambda fleet: call_route(fleet, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         )
 
     def refuse_other_tokenizer(self, tokenizer: Any) -> None:
-        """Raise unless each token id is the same text on all live servers as in ``tokenizer``.
+        """Check that all live servers decode the token ids to the same text as ``tokenizer``.
 
-        The servers are asked for the text of all token ids. With which token they end replies, they
-        do not tell.
+        Each server is asked for the text of all token ids, in one sequence. The token that ends a
+        reply is not checked, because servers do not report it.
 
         Raises:
-            ValueError: a server decodes them to another text.
+            ValueError: a server decodes the ids to another text.
             RuntimeError: a server failed, or does not decode (``skip_tokenizer_init``).
         """
         tokens = list(range(len(tokenizer)))
@@ -409,7 +420,7 @@ class VLLMEngine:
             if not isinstance(answer, dict) or answer.get("prompt") != text:
                 raise ValueError(
                     f"{url} has another tokenizer: it decodes the token ids 0 to {len(tokens) - 1} "
-                    "to another text; choose models of one tokenizer"
+                    "to another text; choose models with the same tokenizer"
                 )
 
     def probe(
@@ -422,19 +433,19 @@ class VLLMEngine:
     ) -> dict[str, list[dict[str, np.ndarray]]]:
         """Score and continue fixed sequences on each server, for comparison with the trainer.
 
-        Servers started by ``serve_vllm`` schedule them before all waiting requests.
+        Servers started by ``serve_vllm`` schedule probes before all waiting requests.
 
         Args:
-            sequences: token ids, at least one each.
+            sequences: sequences of token ids, each of at least one token.
             max_new_tokens: the length of each continuation.
-            temperatures: at which the continuations are sampled, with a fixed seed; all greedy (0)
-                by default.
-            timeout_s: for the whole probe.
+            temperatures: the sampling temperature of each continuation, with a fixed seed; all
+                greedy (0) by default.
+            timeout_s: the timeout of the whole probe.
 
         Returns:
-            By url, for each sequence: ``scores`` float32[t] (as ``score``) and the continuation's
-            ``token_ids`` int32[n] and ``logprobs`` float32[n] (at its temperature, or at 1 where
-            that is 0).
+            By url, one mapping per sequence: ``scores`` float32[t] (as returned by ``score``), and
+            the continuation's ``token_ids`` int32[n] and ``logprobs`` float32[n], which are at the
+            sampling temperature, or at temperature 1 for greedy continuations.
 
         Raises:
             ValueError: a sequence is empty or exceeds the context.
@@ -457,19 +468,19 @@ class VLLMEngine:
     def read_weights(
         self, names: Sequence[str], *, turn: int = 0, timeout_s: float = 600.0
     ) -> dict[str, list[dict[str, Any]]]:
-        """Digests of the tensors that each server computes with; see ``weights.Canary``.
+        """Read digests of the tensors that each server computes with; see ``weights.Canary``.
 
         Args:
-            names: of the published tensors.
-            turn: selects the columns that are read of layers that vLLM has packed.
-            timeout_s: for all servers.
+            names: the names of the published tensors.
+            turn: selects which columns of packed layers are read; increase it with each call.
+            timeout_s: the timeout of the call.
 
         Returns:
-            By url, the readings of all workers.
+            The readings of each server's workers, by url.
 
         Raises:
-            RuntimeError, ValueError: a server failed, or has no worker extension to read its
-                tensors (``serve_vllm`` loads it).
+            RuntimeError: a server failed, or has no worker extension to read its
+                tensors (``serve_vllm`` loads the extension).
         """
         body = {"method": READ_WEIGHTS, "kwargs": {"names": list(names), "turn": turn}}
         answers = self.call(COLLECTIVE_RPC, body, timeout_s=timeout_s)
@@ -478,23 +489,27 @@ class VLLMEngine:
             for url, answer in answers.items()
         }
 
-    # ---- replicas ----
+    # ---- servers ----
 
-    def replicas(self) -> list[dict[str, Any]]:
-        """Status of each server: ``url alive serving version in_flight error``."""
+    def servers(self) -> list[dict[str, Any]]:
+        """Return each server's status, with the keys ``url alive serving version in_flight error``.
+
+        ``serving`` says whether requests are sent to the server, ``in_flight`` is the number of its
+        requests, and ``error`` says why the server can't be reached.
+        """
         return self._connected().run(Fleet.report)
 
     def workers(self, *, timeout_s: float = 60.0) -> dict[str, int]:
-        """The number of workers of each live server, by its URL.
+        """Return the number of workers of each live server, by url.
 
         Raises:
-            RuntimeError, ValueError: a server failed, or has no worker extension.
+            RuntimeError: a server failed, or has no worker extension.
         """
         answers = self.call(COLLECTIVE_RPC, {"method": WEIGHT_RECEIPT}, timeout_s=timeout_s)
         return {url: len(answer["results"]) for url, answer in answers.items()}
 
     def metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[str, float]]:
-        """Counters and gauges of vLLM, by server and name.
+        """Read vLLM's counters and gauges, by url and name.
 
         Raises:
             RuntimeError: a server failed.
@@ -502,12 +517,12 @@ class VLLMEngine:
         return self._connected().run(functools.partial(read_metrics, timeout_s=timeout_s))
 
     def join(self, url: Any) -> None:
-        """Add a server, in all copies of this engine."""
+        """Add a server in this engine and all its copies."""
         with self._lock:
             self._members.write(dict.fromkeys([*self._members.urls, url_of(url)]))
 
     def leave(self, url: Any) -> None:
-        """Send a server no more requests, from any copy; those in flight may finish."""
+        """Remove a server in this engine and all its copies; its requests in flight may finish."""
         with self._lock:
             self._members.write(one for one in self._members.urls if one != url_of(url))
 
@@ -529,12 +544,12 @@ class VLLMEngine:
         self.close()
 
     def _connected(self) -> Connection:
-        """The connection, opened on first use; each copy of the engine has its own."""
+        """Return this copy's connection, opened on first use."""
         if (connection := self._connection) is not None:
             return connection
         with self._lock:
             if self._closed:
-                raise RuntimeError("the engine was closed")
+                raise RuntimeError("the engine is closed; make another VLLMEngine")
             if self._connection is None:
                 self._connection = Connection.open(
                     self._members, self._settings, version=self._known_version
@@ -543,10 +558,13 @@ class VLLMEngine:
 
 
 def _int64(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Token ids as an array: of 131k tokens, this takes the most of the caller's event loop."""
+    """Convert token ids to an array.
+
+    For 131k tokens, no other step of a request takes more time on the caller's event loop.
+    """
     if isinstance(token_ids, np.ndarray) and np.issubdtype(token_ids.dtype, np.integer):
         return token_ids.astype(np.int64)
     try:
         return np.frombuffer(array("q", list(token_ids)), np.int64)  # faster than numpy.asarray
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"token ids are whole numbers of 64 bits: {error}") from None
+        raise ValueError(f"token ids must be integers of at most 64 bits: {error}") from None

@@ -1,4 +1,4 @@
-"""The servers of an engine: which are alive, and which version each serves."""
+"""``Fleet``, which polls the servers of an engine for their liveness and versions."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from primerl.serving.client.http import (
     ServerFailed,
     Unreachable,
 )
-from primerl.serving.client.members import Members
-from primerl.serving.client.replicas import Replica, Replicas
-from primerl.serving.client.settings import Settings
+from primerl.serving.client.server_urls import ServerUrls
+from primerl.serving.client.servers import KnownServers, ServerState
+from primerl.serving.client.settings import ConnectionSettings
 from primerl.serving.protocol import responses
 from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # interval of asking each server for its version
-SILENT_S = 30.0  # a server whose health check takes longer is lost
+SILENT_S = 30.0  # timeout of a poll, after which a server counts as lost
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -31,28 +31,30 @@ log = logging.getLogger(__name__)
 class Fleet:
     """The servers of one copy of an engine; used on one event loop only."""
 
-    def __init__(self, members: Members, settings: Settings, *, version: PolicyVersion) -> None:
+    def __init__(
+        self, members: ServerUrls, settings: ConnectionSettings, *, version: PolicyVersion
+    ) -> None:
         self.settings = settings
         self.labels = settings.labels
-        self.replicas = Replicas(members.urls, version=version)
+        self.servers = KnownServers(members.urls, version=version)
         self.version = version
-        """The version of the slowest replica in use; read from other threads."""
+        """The oldest version that a server in use serves; read from other threads."""
         self.newest_version = version
-        """The newest version known to be served by any replica; read from other threads."""
+        """The newest version that any server is known to serve; read from other threads."""
         self.published: PolicyVersion | None = None
-        """The newest version that this copy has published, if it has published any."""
+        """The newest version that this copy of the engine published; None before the first."""
         self.context_length: int | None = None
-        self.on_unseeded: Callable[[Replica], None] | None = None
-        """Called when a replica is up without weights of this run."""
+        self.on_unseeded: Callable[[ServerState], None] | None = None
+        """Called when a server is reachable but has no weights of this run."""
         self._members = members
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
-        self._scopes: dict[Replica, set[asyncio.Timeout]] = {}
-        self._watchers: dict[Replica, asyncio.Task[None]] = {}
+        self._scopes: dict[ServerState, set[asyncio.Timeout]] = {}
+        self._watchers: dict[ServerState, asyncio.Task[None]] = {}
         self.http = Http(settings.api_key)
 
     async def watch(self) -> None:
-        """Watch the servers until cancelled."""
+        """Poll the servers until cancelled."""
         try:
             while True:
                 self._follow()
@@ -63,162 +65,163 @@ class Fleet:
             await self.http.close()
 
     async def poll_all(self) -> None:
-        """Ask every server once what it serves."""
-        await asyncio.gather(*(self.poll(replica) for replica in self.replicas))
+        """Poll every server once."""
+        await asyncio.gather(*(self.poll(server) for server in self.servers))
 
     # ---- watching ----
 
     def _follow(self) -> None:
-        """Watch servers that joined, and stop watching those that left."""
+        """Start polling servers that joined, and stop polling servers that left."""
         try:
             if self._members.changed():
                 urls = self._members.urls
                 for url in urls:
-                    self.replicas.join(url)
-                for replica in self.replicas:
-                    if replica.url not in urls:
-                        self.replicas.leave(replica.url)
-                        log.info("%s left", replica.url)
-        except Exception as error:  # any failure of the file: keep watching
-            log.error("the list of replicas stays as it was: %s", summary(error))
-        present = set(self.replicas)
-        for replica in present - set(self._watchers):
-            self._watchers[replica] = asyncio.create_task(self._watch(replica))
-        for replica in set(self._watchers) - present:
-            self._watchers.pop(replica).cancel()
+                    self.servers.join(url)
+                for server in self.servers:
+                    if server.url not in urls:
+                        self.servers.leave(server.url)
+                        log.info("%s was removed from the list of servers", server.url)
+        except Exception as error:  # whatever is wrong with the file, keep polling
+            log.error("the list of servers can't be read and stays as it was: %s", summary(error))
+        present = set(self.servers)
+        for server in present - set(self._watchers):
+            self._watchers[server] = asyncio.create_task(self._watch(server))
+        for server in set(self._watchers) - present:
+            self._watchers.pop(server).cancel()
         self.tell()
 
-    async def _watch(self, replica: Replica) -> None:
+    async def _watch(self, server: ServerState) -> None:
         while True:
             try:
-                await self.poll(replica)
-            except Exception as error:  # or the replica would be used without being watched
-                if replica.alive:  # log once, not at every poll
-                    log.exception("%s could not be watched", replica.url)
-                self.lost(replica, f"it could not be watched: {summary(error)}")
-                self._withdraw(replica)
+                await self.poll(server)
+            except Exception as error:  # otherwise the server would be used without being polled
+                if server.alive:  # log once, not at every poll
+                    log.exception("%s could not be polled", server.url)
+                self.lost(server, f"it could not be polled: {summary(error)}")
+                self._withdraw(server)
             await asyncio.sleep(POLL_S)
 
-    async def poll(self, replica: Replica) -> None:
-        """Ask a server which weights it serves."""
+    async def poll(self, server: ServerState) -> None:
+        """Ask a server which weights it serves, and record the answer."""
         try:
-            label = await self._label(replica)
+            label = await self._label(server)
             if self.context_length is None:
-                await self._read_context(replica)
+                await self._read_context(server)
         except (Unreachable, Refused, ServerFailed, RuntimeError, TimeoutError) as error:
-            self.lost(replica, str(error) or f"no answer for {SILENT_S:.0f} s")
-            # Connections to a host that vanished stay open.
-            if isinstance(error, TimeoutError) or replica.lost_s > SILENT_S:
-                self._withdraw(replica)
+            self.lost(server, str(error) or f"no answer for {SILENT_S:.0f} s")
+            # Requests to a host that vanished would hang: their connections stay open.
+            if isinstance(error, TimeoutError) or server.lost_s > SILENT_S:
+                self._withdraw(server)
             return
-        self.reported(replica, label)
-        if replica.version is None and self.on_unseeded is not None:
-            self.on_unseeded(replica)
+        self.reported(server, label)
+        if server.version is None and self.on_unseeded is not None:
+            self.on_unseeded(server)
 
-    def reported(self, replica: Replica, label: str | None) -> None:
-        """A server reported the label of its weights."""
-        if self.replicas.reported(replica, label, self.number(label)):
-            self._withdraw(replica)
+    def reported(self, server: ServerState, label: str | None) -> None:
+        """Record the label that a server reported for its weights."""
+        if self.servers.reported(server, label, self.number(label)):
+            self._withdraw(server)
         self.tell()
 
     def number(self, label: str | None) -> PolicyVersion | None:
-        """The version of a label; None if this run did not publish it."""
+        """Return the version of a label, or None if this run did not publish it."""
         version = self.labels.number(label)
         if version is None or self.published is None or version <= self.published:
             return version
         return None
 
-    async def confirm(self, replica: Replica, version: PolicyVersion) -> None:
-        """Ask a server for its version when a response has a newer one than any known."""
-        async with self._confirming:  # the first of many responses asks
+    async def confirm(self, server: ServerState, version: PolicyVersion) -> None:
+        """Poll a server if a response has a version that is newer than all known versions."""
+        async with self._confirming:  # of several responses, only the first polls
             if version > self.newest_version:
-                await self.poll(replica)
+                await self.poll(server)
 
-    def failed(self, replica: Replica) -> None:
-        """A server failed to load weights: its reports are ignored until a load succeeds."""
-        if self.replicas.failed(replica):
-            self._withdraw(replica)
+    def failed(self, server: ServerState) -> None:
+        """Record that a server failed to load weights; ignore its reports until a load succeeds."""
+        if self.servers.failed(server):
+            self._withdraw(server)
         self.tell()
 
-    async def _label(self, replica: Replica) -> str | None:
-        # vLLM answers between two engine steps, so not while it loads weights, and with an error
-        # while its data-parallel ranks have different labels. If it is healthy, nothing changed.
+    async def _label(self, server: ServerState) -> str | None:
+        # vLLM answers between two engine steps, so it does not answer while it loads weights. While
+        # its data-parallel ranks have different labels, it answers with an error. If the server is
+        # healthy in these cases, keep the label.
         try:
             async with asyncio.timeout(SILENT_S):
                 if self.labels.adapter is not None:
-                    return await self._adapter_label(replica)
-                content = await self.http.get(replica.url, names.WEIGHT_INFO)
+                    return await self._adapter_label(server)
+                content = await self.http.get(server.url, names.WEIGHT_INFO)
         except (TimeoutError, ServerFailed):
             async with asyncio.timeout(SILENT_S):
-                await self.http.get(replica.url, names.HEALTH)
-            return replica.label
-        return responses.decode(responses.weight_infos, content, replica.url).weight_version
+                await self.http.get(server.url, names.HEALTH)
+            return server.label
+        return responses.decode(responses.weight_infos, content, server.url).weight_version
 
-    async def _adapter_label(self, replica: Replica) -> str:
-        """The newest version of the adapter that a server has loaded."""
-        held = [name for name in await self.models(replica) if self.number(name) is not None]
+    async def _adapter_label(self, server: ServerState) -> str:
+        """Return the label of the newest version of the adapter that a server has loaded."""
+        held = [name for name in await self.models(server) if self.number(name) is not None]
         newest = max(held, key=lambda name: self.number(name) or 0, default=None)
         return f"without the adapter {self.labels.adapter!r}" if newest is None else newest
 
-    async def models(self, replica: Replica) -> list[str]:
-        """The names of a server's model and of the adapters that it has loaded."""
-        content = await self.http.get(replica.url, names.MODELS)
-        cards = responses.decode(responses.model_cards, content, replica.url).data
+    async def models(self, server: ServerState) -> list[str]:
+        """Return the names of a server's model and of the adapters that it has loaded."""
+        content = await self.http.get(server.url, names.MODELS)
+        cards = responses.decode(responses.model_cards, content, server.url).data
         return [card.id for card in cards]
 
     def no_routes(self, token_ids: Sequence[int]) -> int | None:
-        """The ``routes_start`` of a request for which expert routes are not needed."""
+        """Return the ``routes_start`` with which a server sends no expert routes of a prompt."""
         return None if self.settings.routes is None else len(token_ids)
 
-    def adapter_of(self, replica: Replica) -> str | None:
-        """What a request to a replica calls the adapter; None for the server's own weights."""
-        return None if self.labels.adapter is None else replica.label
+    def adapter_of(self, server: ServerState) -> str | None:
+        """Return the adapter's name in requests to a server; None for the server's own weights."""
+        return None if self.labels.adapter is None else server.label
 
-    async def _read_context(self, replica: Replica) -> None:
+    async def _read_context(self, server: ServerState) -> None:
         async with asyncio.timeout(SILENT_S):
-            content = await self.http.get(replica.url, names.MODELS)
-        cards = responses.decode(responses.model_cards, content, replica.url).data
+            content = await self.http.get(server.url, names.MODELS)
+        cards = responses.decode(responses.model_cards, content, server.url).data
         lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)
 
-    def lost(self, replica: Replica, error: str) -> None:
+    def lost(self, server: ServerState, error: str) -> None:
         """Record that a server can't be reached."""
-        if replica.alive:
-            log.warning("%s is lost: %s", replica.url, error)
-        self.replicas.lost(replica, error)
+        if server.alive:
+            log.warning("%s is lost: %s", server.url, error)
+        self.servers.lost(server, error)
         self.tell()
 
-    def _withdraw(self, replica: Replica) -> None:
-        """Send the requests in flight on a replica to another one."""
-        for scope in self._scopes.get(replica, ()):
+    def _withdraw(self, server: ServerState) -> None:
+        """Cancel the requests in flight on a server, so that they are sent to another one."""
+        for scope in self._scopes.get(server, ()):
             scope.reschedule(0)
 
     def tell(self) -> None:
-        """Publish what is known of the replicas to other threads and to waiting requests."""
-        self.version = self.replicas.version
-        self.newest_version = max(self.newest_version, self.version, self.replicas.newest or 0)
+        """Publish the servers' state to other threads, and wake waiting requests."""
+        self.version = self.servers.version
+        self.newest_version = max(self.newest_version, self.version, self.servers.newest or 0)
         self._changed.set()
         self._changed = asyncio.Event()
 
     def learn(self, version: PolicyVersion) -> None:
-        """Another copy of the engine saw ``version`` served by every replica in use."""
-        self.replicas.learn(version)
+        """Record that another copy of the engine saw every server in use serve ``version``."""
+        self.servers.learn(version)
         if self.published is not None:
             self.published = max(self.published, version)
         self.tell()
 
     async def context(self) -> int:
-        """The context length; waits for a server to report it.
+        """Wait until a server has reported the context length, and return it.
 
         Raises:
-            RuntimeError: none did for ``down_timeout_s``.
+            RuntimeError: no server reported it within ``down_timeout_s``.
         """
         what = "no server has reported its context length"
         return await self.wait(lambda: self.context_length, what)
 
     async def report(self) -> list[dict[str, Any]]:
-        """The status of each replica."""
-        serving = self.replicas.serving()
+        """Return the status of each server."""
+        serving = self.servers.serving()
         return [
             {
                 "url": one.url,
@@ -228,16 +231,16 @@ class Fleet:
                 "in_flight": one.in_flight,
                 "error": one.error,
             }
-            for one in self.replicas
+            for one in self.servers
         ]
 
-    async def live(self) -> list[Replica]:
-        """The servers that can be reached; waits for one.
+    async def live(self) -> list[ServerState]:
+        """Wait until at least one server can be reached, and return those that can.
 
         Raises:
-            RuntimeError: none could be reached for ``down_timeout_s``.
+            RuntimeError: no server could be reached for ``down_timeout_s``.
         """
-        return await self.wait(lambda: self.replicas.live() or None, "no server has answered")
+        return await self.wait(lambda: self.servers.live() or None, "no server has answered")
 
     async def wait(
         self, find: Callable[[], T | None], what: str, *, patient: Callable[[], bool] = bool
@@ -245,7 +248,8 @@ class Fleet:
         """Wait until ``find`` returns something other than None, and return it.
 
         Raises:
-            RuntimeError: it did not for ``down_timeout_s``, not counting while ``patient()``.
+            RuntimeError: ``find`` returned None for ``down_timeout_s``, not counting the time in
+                which ``patient()`` was true.
         """
         timeout_s = self.settings.down_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -257,19 +261,19 @@ class Fleet:
                     await self._changed.wait()
             except TimeoutError:
                 raise RuntimeError(
-                    f"{what} for {timeout_s:g} s: {self.replicas.describe()}"
+                    f"{what} for {timeout_s:g} s: {self.servers.describe()}"
                 ) from None
         return found
 
     @contextlib.asynccontextmanager
-    async def holding(self, replica: Replica) -> AsyncIterator[None]:
-        """Count a request of the replica; TimeoutError in the body when the replica is lost."""
-        scopes = self._scopes.setdefault(replica, set())
-        replica.in_flight += 1
+    async def holding(self, server: ServerState) -> AsyncIterator[None]:
+        """Count a request in flight on a server; raise TimeoutError in the body if it is lost."""
+        scopes = self._scopes.setdefault(server, set())
+        server.in_flight += 1
         try:
             async with asyncio.timeout(None) as scope:
                 scopes.add(scope)
                 yield
         finally:
-            replica.in_flight -= 1
+            server.in_flight -= 1
             scopes.discard(scope)

@@ -1,10 +1,10 @@
-"""HTTP requests to vLLM servers, and what their failures mean.
+"""HTTP client of vLLM servers, and the exceptions that its failures raise.
 
-The size of a response is bounded by its request, and no response is decompressed, so a server can't
+The request bounds the size of its response, and no response is decompressed, so a server can't
 make the client use unbounded memory or time.
 
-aiohttp takes 0.15 to 0.4 ms of CPU per request (64 at once), httpx 1.7 ms or more, on cores that
-the trainer and the server may need.
+The client uses aiohttp, which takes 0.15 to 0.4 ms of CPU time per request (64 at once). httpx
+takes 1.7 ms or more, on cores that the trainer and the server may need.
 """
 
 import asyncio
@@ -20,14 +20,17 @@ from primerl.serving import names
 from primerl.serving.protocol import responses
 
 CONNECT_S = 5.0
-KEEP_ALIVE_S = 2.0  # less than the server's 5 s, which might close a connection as it is used
+KEEP_ALIVE_S = 2.0  # the server closes idle connections after 5 s, perhaps as one is reused
 SMALL_BYTES = 1 << 20  # default maximum size of a response
 ERROR_BYTES = 1 << 16  # the part of an error response that is read
 BUSY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 class Unreachable(ConnectionError):
-    """A server can't be reached, or closed the connection; ``sent``: it may have the request."""
+    """A server can't be reached, or closed the connection.
+
+    With ``sent``, the server may have received the request.
+    """
 
     def __init__(self, message: str, *, sent: bool) -> None:
         super().__init__(message)
@@ -35,11 +38,11 @@ class Unreachable(ConnectionError):
 
 
 class Refused(ValueError):
-    """A server refused an invalid request; another server would too."""
+    """A server refused an invalid request, as any other server would."""
 
 
 class NotFound(Refused):
-    """The server does not have the route, or the model or adapter that a request names."""
+    """A server lacks the endpoint, or the model or adapter that a request names."""
 
 
 class ServerFailed(RuntimeError):
@@ -52,20 +55,20 @@ class BadResponse(RuntimeError):
 
 @runtime_checkable
 class Extraction(Protocol):
-    """Takes a part out of a response as it arrives."""
+    """Protocol of objects that take a part out of a response while it arrives."""
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that it takes."""
+        """The maximum number of bytes that are taken out of the response."""
         ...
 
     async def take(self, chunk: bytes) -> bytes:
-        """Take its part out of a chunk; returns the rest of it."""
+        """Take out the part that lies in a chunk, and return the rest of the chunk."""
         ...
 
 
 class Http:
-    """A client of servers; created and used on one event loop."""
+    """HTTP client for any number of servers; created and used on one event loop."""
 
     def __init__(self, api_key: str | None) -> None:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -74,14 +77,15 @@ class Http:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         # After a 500 the server closes a connection that it promised to keep alive. The next
-        # request on it would make the server look dead, so calls that may fail don't share one.
+        # request on that connection would fail as if the server were dead, so calls that may get a
+        # 500 each have a connection that is closed afterwards.
         single = aiohttp.TCPConnector(limit=0, force_close=True)
         options: dict[str, Any] = {"headers": headers, "timeout": timeout, "auto_decompress": False}
         self._kept = aiohttp.ClientSession(connector=kept, **options)
         self._single = aiohttp.ClientSession(connector=single, **options)
 
     async def get(self, url: str, path: str, *, max_bytes: int = SMALL_BYTES) -> bytes:
-        """The content of a GET response; raises as ``post`` does."""
+        """Send a GET request and return the response's content; raises as ``post`` does."""
         return await self._request(self._kept, "GET", url, path, None, max_bytes)
 
     async def post(
@@ -94,18 +98,25 @@ class Http:
         max_bytes: int = SMALL_BYTES,
         extraction: Extraction | None = None,
     ) -> bytes:
-        """The content of a response of up to ``max_bytes`` to a POST of JSON.
+        """Send a POST of JSON and return the response's content.
 
-        What ``extraction`` takes is not of the content. What it raises closes the connection, and
-        is raised. A request that is cancelled closes its connection, which ``keep`` keeps alive for
-        others.
+        Cancellation, and an exception of ``extraction``, close the connection.
+
+        Args:
+            url: of the server.
+            path: of the endpoint.
+            body: JSON, or None for an empty body.
+            keep: whether later requests may reuse the connection.
+            max_bytes: the maximum size of the content.
+            extraction: takes a part out of the response; the part does not count as content.
 
         Raises:
             BadResponse: the response is larger, or compressed.
             Unreachable: the server can't be reached, or closed the connection.
             Refused: the request is invalid.
             ServerFailed: the server failed, or is overloaded.
-            RuntimeError: the key is wrong, the route is disabled, or the server doesn't speak HTTP.
+            RuntimeError: the key is wrong, the endpoint is disabled, or the server does not speak
+                HTTP.
         """
         session = self._kept if keep else self._single
         content = b"" if body is None else msgspec.json.encode(body)
@@ -119,11 +130,12 @@ class Http:
         max_bytes: int,
         extraction: Extraction | None = None,
     ) -> responses.Response:
-        """A server's response to a completion request, without what ``extraction`` takes.
+        """Send a completion request and return the response, without what ``extraction`` takes.
+
+        Also raises as ``post`` does.
 
         Raises:
-            BadCompletion: the response is not vLLM's, or answers another request.
-            RuntimeError: as ``post`` raises.
+            BadCompletion: the response does not match vLLM's schema, or answers another request.
         """
         request_id = uuid4().hex
         body = {"request_id": request_id, **body}
@@ -163,7 +175,7 @@ class Http:
                     _raise_error(where, response.status, await _read(response, ERROR_BYTES))
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
-                    raise BadResponse(f"{where} answered with the encoding {encoding[:40]!r}")
+                    raise BadResponse(f"{where} sent a response compressed by {encoding[:40]!r}")
                 declared = response.content_length or 0
                 if declared <= most_bytes:
                     content = await _read(response, max_bytes, extraction)
@@ -173,17 +185,17 @@ class Http:
             text = f"{url} closed the connection ({error or type(error).__name__})"
             raise Unreachable(text, sent=True) from error
         except (aiohttp.ClientError, asyncio.LimitOverrunError) as error:
-            # Without its cause, which holds the request's headers, and so the key.
+            # "from None": the cause has the request's headers, which contain the key.
             raise RuntimeError(f"{url} is not an HTTP server: {error}") from None
         if declared > most_bytes or len(content) > max_bytes:
-            raise BadResponse(f"{where} answered with more than the expected {most_bytes:,} bytes")
+            raise BadResponse(f"{where} sent more than the expected {most_bytes:,} bytes")
         return content
 
 
 async def _read(
     response: aiohttp.ClientResponse, max_bytes: int, extraction: Extraction | None = None
 ) -> bytes:
-    """The content, cut off after a little more than ``max_bytes``, which closes the connection."""
+    """Read the content; stop and close the connection soon after ``max_bytes``."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk if extraction is None else await extraction.take(chunk)
@@ -200,14 +212,14 @@ def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
     if status >= 500 or status in BUSY:
         raise ServerFailed(what)
     if status == HTTPStatus.FORBIDDEN:
-        raise RuntimeError(what)  # for any request, as where the route is not enabled
+        raise RuntimeError(what)  # the endpoint is disabled, whatever the request is
     if status == HTTPStatus.NOT_FOUND:
         raise NotFound(what)
     raise Refused(what)
 
 
 def _refusal(content: bytes) -> str:
-    """The message of an error response."""
+    """Return the message of an error response."""
     try:
         error: Any = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""How an engine talks to its servers."""
+"""``ConnectionSettings``, the options of an engine's connection to its servers."""
 
 import attrs
 
@@ -13,8 +13,8 @@ ON_UPDATE = {
 
 
 @attrs.frozen(kw_only=True)
-class Settings:
-    """The arguments of ``VLLMEngine`` of these names, and how its run labels weights."""
+class ConnectionSettings:
+    """``VLLMEngine``'s arguments of the same names, and the labels of its run's weights."""
 
     labels: Labels
     api_key: str | None
@@ -27,7 +27,9 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.isprintable():
-            raise ValueError("the api_key has characters that an HTTP header can't hold")
+            raise ValueError(
+                "the api_key has characters that an HTTP header can't hold; expected printable ones"
+            )
         if self.on_update not in ON_UPDATE:
             raise ValueError(
                 f"on_update={self.on_update!r}; expected one of {', '.join(ON_UPDATE)}"

@@ -1,4 +1,4 @@
-"""Weight updates of all vLLM servers of a fleet."""
+"""Weight updates on all vLLM servers of a fleet, and seeding of servers that return."""
 
 import asyncio
 import functools
@@ -17,13 +17,13 @@ from primerl.serving import names
 from primerl.serving.client.calls import call_all, rpc
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.http import ServerFailed, Unreachable
-from primerl.serving.client.replicas import FAILED, Replica
+from primerl.serving.client.servers import FAILED, ServerState
 from primerl.serving.client.settings import ON_UPDATE
 from primerl.types import PolicyVersion
 
 REPAIR_S = 10.0  # timeout of a request that repairs a server in the background
 PREPARED_S = 0.02  # interval of asking whether an update is prepared
-LAST_S = 60.0  # how much later than the first data-parallel rank another may be prepared
+LAST_S = 60.0  # timeout of the other data-parallel ranks, after the first one is prepared
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
 UNSEEDED = "default"  # vLLM's label of its checkpoint's weights
@@ -33,27 +33,27 @@ log = logging.getLogger(__name__)
 
 @attrs.frozen
 class Publication:
-    """The latest publication; ``update`` is None for the servers' own checkpoint."""
+    """The latest publication; ``update`` is None if the servers' own checkpoint was adopted."""
 
     version: PolicyVersion
     update: Mapping[str, Any] | None
 
 
-class Rendezvous:
-    """A barrier of replicas that are ready to receive and the thread that sends."""
+class SendBarrier:
+    """A barrier between the servers that are to receive weights and the thread that sends them."""
 
     def __init__(self) -> None:
         self.missing = -1
-        """How many replicas have not arrived; below 0 while it is not known who will."""
+        """The number of servers that have not arrived; negative until that number is known."""
         self.broken = False
         self._all = asyncio.Event()
         self._over = Event()
 
     async def arrive(self) -> None:
-        """Wait for the others.
+        """Report a server as ready to receive, and wait for the others.
 
         Raises:
-            ServerFailed: one of them can't receive.
+            ServerFailed: one of the others can't receive.
         """
         self.missing -= 1
         if not self.missing:
@@ -61,32 +61,32 @@ class Rendezvous:
             self._over.set()
         await self._all.wait()
         if self.broken:
-            raise ServerFailed("another replica was not ready to receive the weights")
+            raise ServerFailed("another server was not ready to receive the weights")
 
     def give_up(self) -> None:
-        """Break the barrier: one of the replicas can't receive, so nothing is sent."""
+        """Break the barrier: a server can't receive, so nothing is sent."""
         self.broken = True
         self._all.set()
         self._over.set()
 
     def wait(self, update: "Future[Any]") -> bool:
-        """Wait in another thread until all have arrived; returns False if they will not."""
+        """Block the sending thread until all servers have arrived; return False if they can't."""
         update.add_done_callback(lambda _: self._over.set())
         self._over.wait()
         return not self.missing and not self.broken
 
 
 class Updates:
-    """Updates the servers of a fleet, and seeds those that return; on the fleet's event loop."""
+    """Updater of a fleet's servers, and of servers that return; runs on the fleet's event loop."""
 
-    accepts_early = True  # a server's report of a version, before it is known to have loaded it
+    accepts_early = True  # whether a report of the new version is believed before the load ends
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._pause = ON_UPDATE[fleet.settings.on_update]
         self._latest: Publication | None = None
         self._busy = asyncio.Lock()
-        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._tasks: dict[ServerState, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         fleet.on_unseeded = self._seed_soon
 
@@ -96,12 +96,12 @@ class Updates:
         version: PolicyVersion,
         *,
         timeout_s: float,
-        meeting: Rendezvous | None,
+        meeting: SendBarrier | None,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Load ``update`` into all live replicas; see ``VLLMEngine.load_weights``."""
+        """Load ``update`` into all live servers; see ``VLLMEngine.load_weights``."""
         deadline = time.monotonic() + timeout_s
         for seeding in self._tasks.values():
-            seeding.cancel()  # its replica gets these weights instead
+            seeding.cancel()  # its server gets these weights instead
         async with self._busy:
             live = await self._fleet.live()
             prepared = await call_all(
@@ -109,15 +109,15 @@ class Updates:
                 lambda one: self._prepare(one, update),
                 f"version {version} was not prepared, and no server was changed",
                 timeout_s=deadline - time.monotonic(),
-                replicas=live,
+                servers=live,
             )
             self._accept(version if self.accepts_early else -1)
-            self._latest = None  # until a replica has loaded it
+            self._latest = None  # until a server has loaded the update
             if meeting is not None:
                 meeting.missing = len(prepared)
 
-            async def swap(replica: Replica) -> list[dict[str, Any]]:
-                receipt = await self._swap(replica, update, version, meeting)
+            async def swap(server: ServerState) -> list[dict[str, Any]]:
+                receipt = await self._swap(server, update, version, meeting)
                 if meeting is None:
                     self._latest = Publication(version, dict(update))
                 return receipt
@@ -127,58 +127,62 @@ class Updates:
                 swap,
                 f"version {version} was not loaded everywhere",
                 timeout_s=deadline - time.monotonic(),
-                replicas=prepared,
+                servers=prepared,
             )
-            return {replica.url: receipt for replica, receipt in receipts.items()}
+            return {server.url: receipt for server, receipt in receipts.items()}
 
     async def adopt(self, version: PolicyVersion, *, timeout_s: float) -> None:
-        """Label the current weights of the live replicas as ``version``."""
+        """Label the current weights of the live servers as ``version``."""
         async with self._busy:
-            replicas = await self._fleet.live()
-            fresh = all(one.label == UNSEEDED for one in replicas)
+            servers = await self._fleet.live()
+            fresh = all(one.label == UNSEEDED for one in servers)
             self._accept(version)
             await call_all(
                 self._fleet,
                 lambda one: self._name(one, version),
                 f"version {version} was not adopted everywhere",
                 timeout_s=timeout_s,
-                replicas=replicas,
+                servers=servers,
             )
             self._latest = Publication(version, None) if fresh else None
 
     def _accept(self, version: PolicyVersion) -> None:
-        """Believe servers that report this version; versions beyond it are not this run's."""
+        """Accept ``version`` in servers' reports; newer versions are not of this run."""
         known = self._fleet.published
         self._fleet.published = version if known is None else max(version, known)
 
-    # ---- one replica ----
+    # ---- one server ----
 
-    async def _prepare(self, replica: Replica, update: Mapping[str, Any]) -> None:
-        """Have all workers fetch and verify an update while they sample."""
+    async def _prepare(self, server: ServerState, update: Mapping[str, Any]) -> None:
+        """Have all workers of a server fetch and verify an update while they sample."""
         ticket = secrets.token_hex(8)
         prepare = functools.partial(
-            rpc, self._fleet, replica, names.PREPARE_WEIGHTS, update=dict(update), ticket=ticket
+            rpc, self._fleet, server, names.PREPARE_WEIGHTS, update=dict(update), ticket=ticket
         )
         while not all(one.get("prepared") for one in await prepare()):
             await asyncio.sleep(PREPARED_S)
-        # vLLM returns the results of the first data-parallel rank only. This waits for the others,
-        # which are nearly done, and fails if one has failed.
+        # vLLM returns only the results of the first data-parallel rank. This call waits for the
+        # other ranks, which are nearly done, and fails if one of them failed.
         await prepare(timeout_s=LAST_S)
 
     async def _swap(
         self,
-        replica: Replica,
+        server: ServerState,
         update: Mapping[str, Any],
         version: PolicyVersion,
-        meeting: Rendezvous | None,
+        meeting: SendBarrier | None,
     ) -> list[dict[str, Any]]:
-        """Pause, load, resume; a replica that fails is not used until a later load succeeds."""
+        """Pause a server, load the update, and resume; return the workers' receipts.
+
+        A server that fails is not used until a later load succeeds.
+        """
         touched = False
-        newer = replica.version is not None and version > replica.version
+        newer = server.version is not None and version > server.version
         label = self._fleet.labels.name(version)
-        post = functools.partial(self._fleet.http.post, replica.url)
+        post = functools.partial(self._fleet.http.post, server.url)
         try:
-            # Prefixes are cached by version: clear those of other weights with the same number.
+            # Prefixes are cached by version. If the version is not newer, clear the cache, which
+            # may have prefixes of other weights with the same version.
             pause = self._pause if newer else self._pause.replace("cache=false", "cache=true")
             await post(f"{names.PAUSE}?{pause}")
             touched = True
@@ -191,82 +195,86 @@ class Updates:
         except BaseException as error:
             if meeting is not None:
                 meeting.give_up()
-            if touched:  # other copies of the engine stop using it by its label
-                self._fleet.failed(replica)
-                self._in_background(self._label_failed(replica))
+            if touched:  # the label makes other copies of the engine stop using the server
+                self._fleet.failed(server)
+                self._in_background(self._label_failed(server))
             elif not isinstance(error, Unreachable) or error.sent:
-                self._in_background(self._resume(replica))
+                self._in_background(self._resume(server))
             raise
-        self._fleet.replicas.loaded(replica, label, version)
+        self._fleet.servers.loaded(server, label, version)
         self._fleet.tell()
-        return await rpc(self._fleet, replica, names.WEIGHT_RECEIPT)
+        return await rpc(self._fleet, server, names.WEIGHT_RECEIPT)
 
     def _in_background(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _resume(self, replica: Replica) -> None:
+    async def _resume(self, server: ServerState) -> None:
         try:
             async with asyncio.timeout(REPAIR_S):
-                await self._fleet.http.post(replica.url, names.RESUME)
-        except Exception as error:  # in the background: it has no other handler
-            log.error("%s could not be resumed: %s", replica.url, summary(error))
+                await self._fleet.http.post(server.url, names.RESUME)
+        except Exception as error:  # a background task: no other code handles its exceptions
+            log.error("the server %s could not be resumed: %s", server.url, summary(error))
 
-    async def _label_failed(self, replica: Replica) -> None:
-        """Label a server as failed as soon as possible, while it is."""
-        while replica.failed and self._fleet.replicas.get(replica.url) is replica:
+    async def _label_failed(self, server: ServerState) -> None:
+        """Label a server as failed, and retry while it is failed and in the fleet."""
+        while server.failed and self._fleet.servers.get(server.url) is server:
             async with self._busy:  # not during a later load
-                if replica.failed and replica.alive:  # a lost one may be restarted
+                if server.failed and server.alive:  # a lost server may return
                     try:
                         async with asyncio.timeout(REPAIR_S):
-                            await self._set_label(replica, FAILED)
+                            await self._set_label(server, FAILED)
                             return
-                    except Exception as error:  # in the background, as above
+                    except Exception as error:  # a background task, as above
                         log.error(
-                            "%s could not be labelled as failed: %s", replica.url, summary(error)
+                            "%s could not be labeled as failed: %s", server.url, summary(error)
                         )
             await asyncio.sleep(SEED_AGAIN_S)
 
-    async def _set_label(self, replica: Replica, label: str) -> None:
+    async def _set_label(self, server: ServerState, label: str) -> None:
         body = {"new_version": label}
-        await self._fleet.http.post(replica.url, names.SET_WEIGHT_VERSION, body)
+        await self._fleet.http.post(server.url, names.SET_WEIGHT_VERSION, body)
 
-    async def _name(self, replica: Replica, version: PolicyVersion) -> None:
+    async def _name(self, server: ServerState, version: PolicyVersion) -> None:
         label = self._fleet.labels.name(version)
-        if replica.failed or replica.label == FAILED:
-            raise RuntimeError(f"{replica.url} failed to load weights: publish to it")
-        await self._set_label(replica, label)
-        self._fleet.replicas.loaded(replica, label, version)
+        if server.failed or server.label == FAILED:
+            raise RuntimeError(
+                f"{server.url} failed to load weights earlier: publish weights to it first"
+            )
+        await self._set_label(server, label)
+        self._fleet.servers.loaded(server, label, version)
         self._fleet.tell()
 
-    # ---- replicas that return ----
+    # ---- servers that return ----
 
-    def _seed_soon(self, replica: Replica) -> None:
-        """Start loading the latest weights into a replica that has none of this run."""
-        busy = self._busy.locked() or replica in self._tasks
-        if self._latest is None or busy or replica.failed or replica.label == FAILED:
+    def _seed_soon(self, server: ServerState) -> None:
+        """Start to load the latest weights into a server that has no weights of this run."""
+        busy = self._busy.locked() or server in self._tasks
+        if self._latest is None or busy or server.failed or server.label == FAILED:
             return
-        if self._latest.update is None and replica.label != UNSEEDED:
+        if self._latest.update is None and server.label != UNSEEDED:
             return  # weights of another run, not the checkpoint that was adopted
-        task = self._tasks[replica] = asyncio.create_task(self._seed(replica))
-        task.add_done_callback(lambda _: self._tasks.pop(replica, None))
+        task = self._tasks[server] = asyncio.create_task(self._seed(server))
+        task.add_done_callback(lambda _: self._tasks.pop(server, None))
 
-    async def _seed(self, replica: Replica) -> None:
+    async def _seed(self, server: ServerState) -> None:
         async with self._busy:
             latest = self._latest
-            if latest is None or replica.version is not None or not replica.alive:
+            if latest is None or server.version is not None or not server.alive:
                 return
             try:
                 async with asyncio.timeout(SEED_S):
                     if latest.update is None:
-                        await self._name(replica, latest.version)
+                        await self._name(server, latest.version)
                     else:
-                        await self._prepare(replica, latest.update)
-                        await self._swap(replica, latest.update, latest.version, None)
-            except Exception as error:  # in the background, as above
-                log.error("%s could not be seeded: %s", replica.url, summary(error))
+                        await self._prepare(server, latest.update)
+                        await self._swap(server, latest.update, latest.version, None)
+            except Exception as error:  # a background task, as above
+                log.error("loading weights into %s failed: %s", server.url, summary(error))
             else:
-                log.info("%s was seeded with version %d", replica.url, latest.version)
+                log.info(
+                    "%s has loaded version %d, which it was missing", server.url, latest.version
+                )
                 return
         await asyncio.sleep(SEED_AGAIN_S)

@@ -1,1 +1,1 @@
-"""What is sent to a vLLM server, and what its answers mean."""
+"""Request bodies, response schemas and weight labels of vLLM servers."""

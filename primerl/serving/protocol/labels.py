@@ -1,4 +1,4 @@
-"""Names of weight versions on servers."""
+"""Labels of weight versions on servers."""
 
 import re
 
@@ -6,11 +6,12 @@ LARGEST_VERSION = 2**31 - 1
 
 
 class Labels:
-    """Names of weight versions on servers: run and policy version, such as ``"3f2a91c0-12"``.
+    """Conversion of one run's policy versions to labels on servers, and back.
 
-    Versions of an adapter begin with its name: ``"policy-3f2a91c0-12"``. ``number`` is None for any
-    other label: a server's own checkpoint, weights of another run, another adapter, or weights that
-    failed to load.
+    A label has the run and the version, such as ``"3f2a91c0-12"``. The label of an adapter's
+    version begins with the adapter's name: ``"policy-3f2a91c0-12"``. ``number`` is None for all
+    other labels: those of a server's own checkpoint, weights of another run, another adapter, or
+    weights that failed to load.
     """
 
     def __init__(self, run: str, adapter: str | None = None) -> None:
@@ -23,11 +24,11 @@ class Labels:
         self._prefix = run if adapter is None else f"{adapter}-{run}"
 
     def name(self, version: int) -> str:
-        """The label of a version of this run."""
+        """Return the label of a version of this run."""
         return f"{self._prefix}-{version}"
 
     def number(self, label: str | None) -> int | None:
-        """The version of a label of this run, or None."""
+        """Return the version of a label, or None if the label is not of this run."""
         prefix, _, version = (label or "").rpartition("-")
         if prefix != self._prefix or not 0 < len(version) <= len(str(LARGEST_VERSION)):
             return None

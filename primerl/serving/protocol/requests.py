@@ -1,4 +1,4 @@
-"""Request bodies of vLLM's token-in, token-out route."""
+"""Request bodies for vLLM's token-in, token-out endpoint."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +18,17 @@ def generate_body(
     routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
-    """A request for one completion, ended only by ``max_tokens`` or a stop token.
+    """Return a request for one completion, ended only by ``max_tokens`` or a stop token.
 
-    ``adapter`` is the server's name of the one to sample under, None for its own weights.
-    ``routes_start`` is the first token whose expert routes are wanted, of a server that sends them.
+    Args:
+        prompt: token ids.
+        params: the sampling parameters.
+        salt: prefixes are reused only among requests with the same salt.
+        adapter: the server's name of the adapter to sample under, None for the server's own
+            weights.
+        routes_start: the first token whose expert routes the response is to have, for a server
+            that returns routes; None for other servers.
+        priority: smaller values are scheduled first.
     """
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
@@ -29,7 +36,7 @@ def generate_body(
         "top_p": params.top_p,
         "top_k": params.top_k,
         "stop_token_ids": params.stop_token_ids,
-        "logprobs": 0,  # only of the sampled token
+        "logprobs": 0,  # only the sampled token's
         "ignore_eos": True,
         "detokenize": False,
     }
@@ -51,10 +58,11 @@ def score_body(
     routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
-    """A request for the logprobs of a prompt, which vLLM computes without its prefix cache.
+    """Return a request for the logprobs of a prompt, which vLLM computes without its prefix cache.
 
-    With ``top_k``, those of the likeliest tokens in each place too. What it computes is cached for
-    requests of the same ``salt``.
+    With ``top_k``, the response also has the logprobs of the likeliest tokens at each position. The
+    computed prefix is cached for later requests with the same ``salt``. The other arguments are
+    those of ``generate_body``.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "detokenize": False}
     if routes_start is not None:

@@ -1,7 +1,7 @@
-"""Responses of vLLM servers: schema, size limits and interpretation.
+"""Schemas, size limits and conversion of vLLM servers' responses.
 
-Servers are not trusted: the request bounds the size of a response, types bound its numbers, and no
-number in it decides how much memory is allocated.
+Servers are not trusted. The request bounds the size of a response, types bound its numbers, and no
+number in a response determines how much memory is allocated.
 """
 
 import math
@@ -15,15 +15,15 @@ from primerl.rollout.engines.contract import BadCompletion
 from primerl.types import Completion, PolicyVersion
 
 NO_LOGPROB = -9999.0  # vLLM's replacement for -inf and NaN
-RESPONSE_BYTES = 1 << 16  # without the tokens
-TOKEN_BYTES = 1 << 10  # per token, with logprob and span; vLLM needs about 200
+RESPONSE_BYTES = 1 << 16  # bound on a response without its tokens
+TOKEN_BYTES = 1 << 10  # bound on a token with its logprob and span; vLLM needs about 200
 
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 T = TypeVar("T")
 
 
 class VersionSpan(msgspec.Struct):
-    """Tokens ``start`` to ``end`` were sampled by the weights labelled ``version``."""
+    """The tokens [``start``, ``end``), sampled by the weights with the label ``version``."""
 
     version: str | None
     start: Int32
@@ -31,14 +31,14 @@ class VersionSpan(msgspec.Struct):
 
 
 class TokenLogprob(msgspec.Struct, gc=False):
-    """The logprob of a token."""
+    """A token id and its logprob."""
 
     logprob: float
     token_id: Int32 | None = None
 
 
 class Logprobs(msgspec.Struct):
-    """The logprobs of a completion."""
+    """The logprobs of a completion's tokens."""
 
     content: list[TokenLogprob]
 
@@ -54,14 +54,14 @@ class Choice(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts of the server."""
+    """The numbers of prompt and completion tokens, as counted by the server."""
 
     prompt_tokens: int
     completion_tokens: int | None = None
 
 
 class Response(msgspec.Struct):
-    """The response to a completion request, which asks for one choice."""
+    """The response to a completion request; valid ones have exactly one choice."""
 
     choices: list[Choice]
     request_id: str = ""
@@ -71,20 +71,20 @@ class Response(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A served model, or an adapter that is loaded."""
+    """A server's description of its model, or of an adapter that it has loaded."""
 
     id: str = ""
     max_model_len: int | None = None
 
 
 class ModelCards(msgspec.Struct):
-    """The response of ``MODELS``."""
+    """The response of the endpoint ``MODELS``."""
 
     data: list[ModelCard]
 
 
 class WeightInfo(msgspec.Struct):
-    """The response of ``WEIGHT_INFO``."""
+    """The response of the endpoint ``WEIGHT_INFO``."""
 
     weight_version: str | None
 
@@ -96,26 +96,26 @@ anything: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", content: bytes, where: str) -> T:
-    """Decode the JSON of a server.
+    """Decode a server's JSON response; ``where`` names the server in error messages.
 
     Raises:
-        RuntimeError: it is not JSON, does not match the schema, or is nested too deeply.
+        RuntimeError: the content is not JSON, does not match the schema, or is nested too deeply.
     """
     try:
         return decoder.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RuntimeError(
-            f"{where} sent a response that is not vLLM's: {error}; primerl works with vllm >=0.32: "
+            f"{where} sent a response without vLLM's schema: {error}; primerl needs vllm >=0.32: "
             f"{content[:200]!r}"
         ) from error
 
 
 def most_bytes(completion_tokens: int, *, scored: int = 0) -> int:
-    """The maximum size of a response, without expert routes.
+    """Return the maximum size of a response in bytes, without expert routes.
 
     Args:
         completion_tokens: ``max_tokens`` of the request.
-        scored: prompt tokens whose logprobs were requested.
+        scored: the number of requested logprobs of prompt tokens.
     """
     return RESPONSE_BYTES + TOKEN_BYTES * (completion_tokens + scored)
 
@@ -123,10 +123,10 @@ def most_bytes(completion_tokens: int, *, scored: int = 0) -> int:
 def read_response(
     content: bytes, where: str, *, request_id: str, prompt_length: int, adapter: str | None = None
 ) -> Response:
-    """Decode a completion response and match it with its request.
+    """Decode a completion response and check that it answers its request.
 
     Raises:
-        BadCompletion: it does not match the schema, or is for another request.
+        BadCompletion: the response does not match the schema, or answers another request.
     """
     try:
         response = decode(completions, content, where)
@@ -145,7 +145,7 @@ def read_response(
     usage, sampled = response.usage, len(response.choices[0].token_ids)
     if usage is not None and usage.prompt_tokens != prompt_length:
         raise BadCompletion(
-            f"{where} answered a prompt of {usage.prompt_tokens} tokens, expected one of "
+            f"{where} answered a prompt of {usage.prompt_tokens} tokens, expected a length of "
             f"{prompt_length}"
         )
     if usage is not None and usage.completion_tokens not in (None, sampled):
@@ -161,13 +161,13 @@ def token_versions(
     *,
     adapter: str | None = None,
 ) -> list[PolicyVersion | None]:
-    """The version of each token, None for weights that are not a version of this run.
+    """Return the version of each token, or None for weights that are not a version of this run.
 
     Args:
         choice: a completion.
-        number: label -> version.
-        adapter: the label of the adapter that sampled all tokens; without one, the server's spans
-            name the weights.
+        number: a function from labels to versions.
+        adapter: the label of the adapter that sampled all tokens; if None, the labels in the
+            response's spans are used.
 
     Raises:
         BadCompletion: the spans do not cover each token once, in order.
@@ -189,7 +189,7 @@ def token_versions(
 
 
 def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Completion:
-    """The completion of a finished choice.
+    """Convert a finished choice to a ``Completion``.
 
     Raises:
         BadCompletion: a logprob is missing, belongs to another token, or is -inf or NaN.
@@ -207,7 +207,7 @@ def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Comple
     logprobs = [one.logprob for one in content]
     if not all(one > NO_LOGPROB for one in logprobs):
         raise BadCompletion(
-            "a sampled token has a logprob of -inf or NaN: the served weights are damaged"
+            "a sampled token has a logprob of -inf or NaN: the server's weights are damaged"
         )
     return Completion(
         token_ids=choice.token_ids,
@@ -218,7 +218,7 @@ def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Comple
 
 
 def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
-    """The logprob of each token of a prompt given those before it, float32[t]; entry 0 is 0.
+    """Return the logprob of each prompt token given those before it, float32[t]; entry 0 is 0.
 
     Raises:
         RuntimeError: a logprob is missing, or is -inf or NaN.
@@ -232,7 +232,7 @@ def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
         if entry is None or not math.isfinite(entry.logprob) or entry.logprob <= NO_LOGPROB:
             raise RuntimeError(
                 f"token {index} of the scored sequence has no logprob, or -inf or NaN: the "
-                "served weights are damaged"
+                "server's weights are damaged"
             )
         scores[index] = entry.logprob
     return scores
@@ -241,7 +241,9 @@ def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
 def prompt_top_k(
     response: Response, token_ids: Sequence[int], k: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``prompt_scores``, and of each place the k likeliest tokens and their logprobs.
+    """Return ``prompt_scores``, and the k likeliest tokens at each position with their logprobs.
+
+    The arrays are float32[t], int32[t, k] and float32[t, k]; entry 0 of each is 0.
 
     Raises:
         RuntimeError: a logprob is missing, or is -inf or NaN.
@@ -252,12 +254,12 @@ def prompt_top_k(
     for index, row in enumerate(response.prompt_logprobs or []):
         if index == 0:
             continue
-        # The scored token is listed, too, where it is not among them.
+        # vLLM also lists the scored token, so a row may have k + 1 entries.
         best = sorted((row or {}).items(), key=lambda item: -item[1].logprob)[:k]
         if len(best) < k or not all(entry.logprob > NO_LOGPROB for _, entry in best):
             raise RuntimeError(
-                f"place {index} of the scored sequence has {len(best)} tokens with a logprob, "
-                f"expected {k} that are finite"
+                f"position {index} of the scored sequence has {len(best)} tokens with a logprob, "
+                f"expected {k} with finite logprobs"
             )
         top_ids[index] = [int(token) for token, _ in best]
         top_logprobs[index] = [entry.logprob for _, entry in best]

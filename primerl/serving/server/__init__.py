@@ -1,1 +1,1 @@
-"""``serve_vllm``: a vLLM server in a child process."""
+"""``serve_vllm``, which runs a vLLM server in a child process, and its parts."""

@@ -1,6 +1,8 @@
-"""A vLLM server in the foreground, with the key of the environment's ``PRIMERL_API_KEY``.
+"""Command that runs a vLLM server in the foreground.
 
 python -m primerl.serving.server MODEL [--host H] [--port N] [vLLM's own flags]
+
+The API key is read from the environment variable ``PRIMERL_API_KEY``.
 """
 
 import argparse
@@ -14,26 +16,26 @@ from primerl.serving.server.middleware import KEY_VARIABLE
 
 
 def main(words: list[str] | None = None) -> int:
-    """Serve in the foreground until the server exits or is stopped; returns its exit code."""
+    """Serve in the foreground until the server exits or is stopped; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m primerl.serving.server",
-        description="A vLLM server for training, in the foreground. All other flags are vLLM's.",
-        epilog=f"The key is read from the environment variable {KEY_VARIABLE}.",
+        description="Run a vLLM server for training in the foreground. All other flags are vLLM's.",
+        epilog=f"The API key is read from the environment variable {KEY_VARIABLE}.",
         allow_abbrev=False,
     )
     parser.add_argument("model", help="a folder, or an id on the Hugging Face hub")
     parser.add_argument("--host", default="127.0.0.1", help="the interface to listen on")
     parser.add_argument("--port", type=int, help="any free port by default")
-    parser.add_argument("--weight-transfer", default=FOLDER_BACKEND, help="its backend, or 'none'")
+    parser.add_argument("--weight-transfer", default=FOLDER_BACKEND, help="the backend, or 'none'")
     parser.add_argument(
-        "--start-timeout-s", type=float, default=600.0, help="how long it may take to answer"
+        "--start-timeout-s", type=float, default=600.0, help="how long starting may take"
     )
     ours, flags = parser.parse_known_args(words)
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         parser.error(f"set {KEY_VARIABLE} to the key that clients will send")
     transfer = None if ours.weight_transfer == "none" else ours.weight_transfer
-    # Not by SIGINT, which is ignored in a job that a script started in the background.
+    # Stop on SIGTERM too: a shell script's background jobs ignore SIGINT.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = VLLMServer(
         ours.model,

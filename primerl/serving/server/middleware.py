@@ -1,7 +1,7 @@
-"""Authentication on every route of a vLLM server, loaded by ``--middleware``.
+"""ASGI middleware, loaded by ``--middleware``, that requires an API key on vLLM's endpoints.
 
-vLLM's own API key protects inference routes only. The other routes let anyone pause the engine,
-replace its weights and call methods of its workers.
+vLLM's own API key protects only the inference endpoints. Through the other endpoints, anyone could
+pause the engine, replace its weights and call methods of its workers.
 """
 
 import functools
@@ -19,8 +19,8 @@ _LONGEST_KEY = 1 << 16
 OPEN_PATHS = frozenset({HEALTH, "/ping"})
 _REFUSAL = {
     "error": {
-        "message": "this server needs the header 'Authorization: Bearer <api_key>' on every route "
-        "but /health and /ping; the key that was sent is missing or wrong",
+        "message": "the API key is missing or wrong: this server needs the header 'Authorization: "
+        "Bearer <api_key>' on every endpoint but /health and /ping",
         "type": "authentication_error",
         "code": 401,
     }
@@ -37,14 +37,14 @@ class RequireKey:
     """ASGI middleware that answers 401 to requests without the server's key.
 
     With ``PRIMERL_API_KEY_FROM=stdin``, which ``serve_vllm`` sets, the key is read from standard
-    input, because an environment is inherited and can be read in ``/proc``. Otherwise it is
-    ``PRIMERL_API_KEY``.
+    input, because child processes inherit environment variables, and other processes can read them
+    in ``/proc``. Otherwise the key is the variable ``PRIMERL_API_KEY``.
 
     Args:
-        app: the application behind it, HTTP and websockets alike.
+        app: the protected application. Its HTTP and websocket endpoints both need the key.
 
     Raises:
-        RuntimeError: there is no key.
+        RuntimeError: the key is empty or not set.
     """
 
     def __init__(self, app: Application) -> None:
@@ -53,12 +53,14 @@ class RequireKey:
         else:
             where, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
         if not key:
-            raise RuntimeError(f"{where} has no key: the server would be open to everyone")
+            raise RuntimeError(
+                f"{where} has no API key, without which the server would be open to everyone"
+            )
         self._app = app
         self._expected = b"Bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on requests with the key, and refuse the others."""
+        """Pass requests with the key to the application, and refuse all others."""
         kind = scope["type"]
         is_open = kind == "lifespan" or (kind == "http" and scope["path"] in OPEN_PATHS)
         if is_open or self._knows_key(scope):
@@ -83,5 +85,5 @@ class RequireKey:
 
 @functools.cache
 def _key_from_stdin() -> str:
-    """The key on standard input, which can be read only once."""
+    """Return the key from standard input, which can be read only once per process."""
     return os.read(0, _LONGEST_KEY).decode()

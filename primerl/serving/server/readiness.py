@@ -1,4 +1,4 @@
-"""Waiting until a vLLM server is ready, and finding out why it is not."""
+"""Readiness checks of a starting vLLM server, and the diagnosis of failed starts."""
 
 import re
 import socket
@@ -12,10 +12,11 @@ POLL_S = 0.1
 PROBE_S = 5.0
 STATUS_LINE_BYTES = 1024
 TAIL_LINES = 40
-# Pattern in the log of a server that exited -> cause, and what to do about it.
+# Patterns in the log of a server that exited, with the cause and its remedy.
 _CAUSES = {
     r"torchvision::nms does not exist|libtorchaudio|libtorchcodec": (
-        "builds that don't match torch; run: pip uninstall -y torchvision torchaudio torchcodec"
+        "torchvision, torchaudio or torchcodec was built for another torch; run: pip uninstall -y "
+        "torchvision torchaudio torchcodec"
     ),
     r"No module named 'primerl": "primerl is not installed in the server's Python",
     r"larger than the available KV cache memory|No available memory for the cache blocks": (
@@ -26,7 +27,7 @@ _CAUSES = {
         "the device is out of memory: lower gpu_memory_utilization, or free memory"
     ),
     r"Model Runner V2 requires Triton\.": (  # not "...; using the V1 model runner instead"
-        "expert routes need vLLM's Model Runner V2, and that needs Triton, which vLLM's build for "
+        "expert routes need vLLM's Model Runner V2, which needs Triton, which vLLM's build for "
         "CPUs lacks: leave out enable_return_routed_experts, or serve on a GPU"
     ),
 }
@@ -36,7 +37,7 @@ _REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|
 _INVALID = re.compile(r"^.*\bValue error, (.+?)(?: \[type=.*)?$", re.MULTILINE)
 _RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
 _ADDRESS_IN_USE = "Address already in use"
-# What is raised because of something else, and what vLLM only warns of.
+# Texts of exceptions that only follow from another error, and of warnings.
 _NOT_CAUSES = (
     "Engine core initialization failed",
     "See root cause above",
@@ -46,14 +47,15 @@ _NOT_CAUSES = (
 
 
 class PortTaken(RuntimeError):
-    """Another process listens on the port."""
+    """Another process listens on the server's port."""
 
 
 def free_port(host: str, port: int | None = None) -> int:
-    """``port``, or any free port.
+    """Return ``port`` if the server can listen on it; if it is None, return any free port.
 
     Raises:
-        RuntimeError: another process listens on ``port``.
+        RuntimeError: the server can't listen on ``host`` and ``port``, for example because another
+            process does.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
@@ -69,9 +71,10 @@ def free_port(host: str, port: int | None = None) -> int:
 
 
 def status_of(host: str, port: int, path: str, *, api_key: str | None = None) -> int | None:
-    """The HTTP status of a GET request; None if there is none within ``PROBE_S``.
+    """Send a GET request; return its HTTP status, or None if there is none within ``PROBE_S``.
 
-    Reads only the status line: another process on the port may send anything, at any pace.
+    Only the status line is read, because a foreign process on the port may send any data, at any
+    pace.
     """
     name = f"[{host}]" if ":" in host else host
     request = [f"GET {path} HTTP/1.1", f"Host: {name}:{port}", "Connection: close"]
@@ -103,17 +106,19 @@ def wait_until_ready(
     log_start: int,
     timeout_s: float,
 ) -> None:
-    """Wait until the server is ready; its part of the log begins at byte ``log_start``.
+    """Wait until the server is ready and requires its key.
+
+    The log of this start begins at byte ``log_start`` of ``log_path``.
 
     Raises:
-        PortTaken: it exited because another process listens on its port.
-        RuntimeError: it exited for another reason, was not ready within ``timeout_s``, or answers
-            requests without the key.
+        PortTaken: the server exited because another process listens on its port.
+        RuntimeError: the server exited for another reason, was not ready within ``timeout_s``, or
+            answers requests without the key.
     """
     deadline = time.monotonic() + timeout_s
 
     def answer(path: str, *, key: str | None, among: Collection[int]) -> int | None:
-        """The first status that is one of these; a busy server leaves probes unanswered."""
+        """Poll ``path`` until its status is in ``among``; a busy server may not answer at first."""
         while (status := status_of(host, port, path, api_key=key)) not in among:
             code = exit_code()
             if code is not None:
@@ -131,7 +136,7 @@ def wait_until_ready(
     allowed = answer(WEIGHT_INFO, key=api_key, among=_ANY_STATUS)
     if refused != 401 or allowed != 200:
         raise _failure(
-            f"the server on port {port} does not protect its routes: {WEIGHT_INFO} answers "
+            f"the server on port {port} does not check its API key: {WEIGHT_INFO} answers "
             f"{refused} without the key (expected 401) and {allowed} with it (expected 200)",
             log_path,
             log_start,
@@ -149,7 +154,7 @@ def _failure(what: str, log_path: Path | None, log_start: int) -> RuntimeError:
 
 
 def cause_of(log: str) -> str | None:
-    """Why a server exited, if its log shows it."""
+    """Return the cause of a server's exit that its log shows, or None."""
     if _ADDRESS_IN_USE in log:
         return "another process listens on its port: choose another port, or None for any free port"
     for pattern, cause in _CAUSES.items():
@@ -165,7 +170,7 @@ def cause_of(log: str) -> str | None:
 
 
 def log_tail(log_path: Path, *, lines: int = TAIL_LINES, start: int = 0) -> str:
-    """The last lines of a log after byte ``start``; empty if there is no log."""
+    """Return the last lines of a log after byte ``start``; empty if there is no log."""
     if not log_path.is_file():
         return ""
     with log_path.open("rb") as file:

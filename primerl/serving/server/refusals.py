@@ -1,4 +1,4 @@
-"""The arguments that a vLLM server is given, and those that are refused for training, and why."""
+"""Checks that refuse vLLM arguments that would break training, and the reasons."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,52 +10,54 @@ _SAMPLED = "the responses would not show which distribution was sampled"
 
 
 @attrs.frozen
-class _Refusal:
+class _RefusedArgument:
     why: str
     allowed: tuple[str, ...] = ()
-    """Values that have no effect."""
+    """Values that are accepted because they have no effect."""
 
 
-# Arguments that change the sampled distribution, its logprobs, or the model. Those that only change
-# rounding (dtype, kv_cache_dtype, backends) pass, and the canary measures their effect. So does the
-# tokenizer: token ids go in and out.
+# Arguments that change the sampled distribution, its logprobs, or the model. Arguments that only
+# change rounding (dtype, kv_cache_dtype, backends) are accepted, and the canary measures their
+# effect. The tokenizer is accepted too, because requests and responses contain only token ids.
 _REFUSED = {
-    "logprobs_mode": _Refusal(
+    "logprobs_mode": _RefusedArgument(
         "losses expect logprobs of the distribution that was sampled, after temperature",
         ("processed_logprobs",),
     ),
-    "logits_processors": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
-    "generation_config": _Refusal(
+    "logits_processors": _RefusedArgument(f"it changes what is sampled, and {_SAMPLED}"),
+    "generation_config": _RefusedArgument(
         f"its penalties, temperature and top_p would become request defaults, and {_SAMPLED}",
         ("auto", "vllm"),
     ),
-    "override_generation_config": _Refusal(
+    "override_generation_config": _RefusedArgument(
         f"penalties, temperature and top_p would become request defaults, and {_SAMPLED}"
     ),
-    "watermark": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
-    "watermark_config": _Refusal(f"it changes what is sampled, and {_SAMPLED}"),
-    "quantization": _Refusal("the server would not compute with the published weights"),
-    "quantization_config": _Refusal("the server would not compute with the published weights"),
-    "hf_overrides": _Refusal(
+    "watermark": _RefusedArgument(f"it changes what is sampled, and {_SAMPLED}"),
+    "watermark_config": _RefusedArgument(f"it changes what is sampled, and {_SAMPLED}"),
+    "quantization": _RefusedArgument("the server would not compute with the published weights"),
+    "quantization_config": _RefusedArgument(
+        "the server would not compute with the published weights"
+    ),
+    "hf_overrides": _RefusedArgument(
         "the trainer would not apply them: change config.json, which both read"
     ),
-    "hf_config_path": _Refusal("the trainer reads config.json from the model's folder"),
-    "model_class_overrides": _Refusal("the model would differ from the trainer's"),
-    "model": _Refusal("the model is the first argument"),
-    "config": _Refusal("arguments in a file are not checked: pass them by name"),
+    "hf_config_path": _RefusedArgument("the trainer reads config.json from the model's folder"),
+    "model_class_overrides": _RefusedArgument("the model would differ from the trainer's"),
+    "model": _RefusedArgument("the model is the first argument"),
+    "config": _RefusedArgument("arguments in a file are not checked: pass them by name"),
 }
 _REFUSED_WITH_UPDATES = {
-    "enable_eplb": _Refusal(
+    "enable_eplb": _RefusedArgument(
         "it moves experts between devices, and a weight update could load some of them into the "
-        "places of others (vLLM 0.32); a server whose weights never change may have it, with "
+        "places of others (vLLM 0.32); to serve weights that never change, add "
         "weight_transfer=None",
         ("False",),
     ),
 }
 
-# What vLLM 0.32 refuses beside expert routes, after it has loaded for a minute.
+# Arguments that vLLM 0.32 can't combine with expert routes; it refuses them only after a minute.
 _REFUSED_WITH_ROUTES = {
-    f"{name}_parallel_size": _Refusal(
+    f"{name}_parallel_size": _RefusedArgument(
         "vLLM 0.32 returns expert routes without pipeline and context parallelism only; divide "
         "the model by tensor_parallel_size, data_parallel_size or enable_expert_parallel",
         ("1",),
@@ -63,7 +65,7 @@ _REFUSED_WITH_ROUTES = {
     for name in ("pipeline", "decode_context", "prefill_context")
 }
 _FLAG = re.compile(r"--?([A-Za-z][^=]*)(?:=(.*))?$", re.DOTALL)
-# In the names of connectors that take a prefill from one server to another, in lower case.
+# Lower-case parts of the names of KV connectors that move a prefill from one server to another.
 _MOVES_PREFILLS = ("nixl", "moriio", "mooncakeconnector")
 
 
@@ -76,11 +78,11 @@ def refuse_arguments(
 ) -> None:
     """Refuse arguments that change what is sampled or its logprobs.
 
-    With ``updates``, also those that break weight updates, and with ``routes``, those beside which
-    vLLM returns no expert routes.
+    With ``updates``, also refuse arguments that break weight updates. With ``routes``, also refuse
+    arguments with which vLLM returns no expert routes.
 
     Raises:
-        ValueError: an argument is refused; the message says why.
+        ValueError: an argument is refused; the message gives the reason.
     """
     refusals = _REFUSED | (_REFUSED_WITH_UPDATES if updates else {})
     refusals |= _REFUSED_WITH_ROUTES if routes else {}
@@ -88,7 +90,10 @@ def refuse_arguments(
         plain = plain_name(name)
         # With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
         if plain.startswith("spec") and "synthetic" in f"{name} {value}".lower():
-            raise ValueError(f"serve_vllm refuses {name}: draft tokens would be of no policy")
+            raise ValueError(
+                f"serve_vllm refuses {name}: synthetic acceptance accepts draft tokens that the "
+                "policy did not sample"
+            )
         moves_prefills = any(word in value.lower() for word in _MOVES_PREFILLS)
         if routes and moves_prefills and "kv_transfer_config".startswith(plain):
             raise ValueError(
@@ -102,17 +107,17 @@ def refuse_arguments(
                 raise ValueError(f"serve_vllm refuses {refused}={value}: {refusal.why}")
 
 
-def _named(name: str, refusals: Mapping[str, _Refusal]) -> list[str]:
-    """The refused arguments that a name may mean."""
+def _named(name: str, refusals: Mapping[str, _RefusedArgument]) -> list[str]:
+    """Return the refused arguments that a name may abbreviate."""
     name = "quantization" if name == "q" else name
     return [name] if name in refusals else [one for one in refusals if one.startswith(name)]
 
 
 def given(engine_args: Mapping[str, Any], flags: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and values of all arguments: those by name, and vLLM's flags.
+    """Return the names and values of all arguments, given by name or as vLLM's flags.
 
     vLLM accepts ``--a-b`` and ``--a_b``, ``--no-a``, ``--a value`` and ``--a=value``,
-    ``--a.key=value`` for a key of JSON, and any unique prefix of a name.
+    ``--a.key=value`` for a key of a JSON value, and any unique prefix of a name.
     """
     found = [(name, "" if value is None else str(value)) for name, value in engine_args.items()]
     matches = [_FLAG.match(word) for word in flags]
@@ -129,5 +134,5 @@ def given(engine_args: Mapping[str, Any], flags: Sequence[str]) -> list[tuple[st
 
 
 def plain_name(name: str) -> str:
-    """The name of an argument as vLLM's Python has it."""
+    """Return the Python name of a vLLM argument, given as a flag or by name."""
     return name.partition(".")[0].replace("-", "_").removeprefix("no_")

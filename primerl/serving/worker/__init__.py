@@ -1,1 +1,1 @@
-"""What runs inside vLLM's workers to receive weights."""
+"""Code that runs inside vLLM's workers: receives weights and reports what is served."""

@@ -1,4 +1,4 @@
-"""Work that a receiver does while its engine continues to sample."""
+"""Background work of a weight receiver, done while vLLM continues to sample."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -6,11 +6,11 @@ from typing import Any
 
 from primerl.weights.transports.broadcast_group import in_thread
 
-GRACE_S = 0.005  # what a call may keep the engine waiting
+GRACE_S = 0.005  # how long a call may block vLLM's engine
 
 
 class Preparation:
-    """One piece of work at a time, in a thread, polled until it is done."""
+    """Runner of one piece of work at a time in a thread; the caller polls for the result."""
 
     def __init__(self) -> None:
         self._ticket: str | None = None
@@ -20,9 +20,10 @@ class Preparation:
     def ask(
         self, ticket: str, work: Callable[[], dict[str, Any]], *, timeout_s: float = GRACE_S
     ) -> dict[str, Any] | None:
-        """What ``work`` returned, or None while it runs; raises what it raised.
+        """Return the result of ``work``, or None while it runs; raise its exception if it fails.
 
-        The first call with a ``ticket`` starts the work, once that of an earlier one is over.
+        The first call with a new ``ticket`` starts the work. If the work of an earlier ticket still
+        runs, the call starts nothing and returns None.
         """
         wait([self._outcome], timeout=timeout_s)
         if not self._outcome.done():

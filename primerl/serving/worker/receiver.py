@@ -1,7 +1,8 @@
-"""Runs inside vLLM's process: loads published weights and reports what it loaded.
+"""vLLM's worker extension: loads published weights and reports what was loaded.
 
-This file alone depends on vLLM's internals; it was written against vLLM 0.32. ``serve_vllm``
-loads it by ``--worker-extension-cls primerl.serving.worker.receiver.WeightReceiver`` and
+Runs inside vLLM's processes and depends on vLLM's internals; written against vLLM 0.32.
+``serve_vllm`` loads it by
+``--worker-extension-cls primerl.serving.worker.receiver.WeightReceiver`` and
 ``--weight-transfer-config '{"backend": "primerl"}'``.
 """
 
@@ -31,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
 from primerl.serving.names import FOLDER_BACKEND, NCCL_BACKEND
-from primerl.serving.worker.held_adapters import HeldAdapters
+from primerl.serving.worker.loaded_adapters import HeldAdapters
 from primerl.serving.worker.preparation import GRACE_S, Preparation
 from primerl.serving.worker.reload_refusals import reload_refusal
 from primerl.serving.worker.tensors_in_use import ServedTensors, served_names, tied_parameters
@@ -52,12 +53,12 @@ _JOIN_S = 300.0
 
 @dataclass
 class NothingAgreed(WeightTransferInitInfo):
-    """vLLM wants a type here; there is nothing to agree on in advance."""
+    """Empty initialization data, a type that vLLM requires: each update has all that is needed."""
 
 
 @dataclass
 class FolderUpdate(WeightTransferUpdateInfo):
-    """Which publication to load."""
+    """Message that names the publication to load from a folder."""
 
     folder: str
     version: int
@@ -65,7 +66,7 @@ class FolderUpdate(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastUpdate(WeightTransferUpdateInfo):
-    """Which tensors the trainer will broadcast, in order, and where its group meets."""
+    """Message that lists the tensors to be broadcast, in order, and the group to join."""
 
     version: int
     address: str
@@ -77,13 +78,14 @@ class BroadcastUpdate(WeightTransferUpdateInfo):
 
 
 class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
-    """Loads tensors of a checkpoint into vLLM's model, layer by layer, and makes a receipt."""
+    """Loader of checkpoint tensors into vLLM's model, layer by layer, which makes a receipt."""
 
     init_info_cls = NothingAgreed
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Taken before any reload, which parts tied tensors: a shared one counts once.
+        # Computed before any reload, because a reload separates tied tensors: here a tied tensor
+        # counts once.
         self._needed = {name for name, _ in self.model.named_parameters()}
         self._tied = tied_parameters(self.model)
         self._half_loaded = False
@@ -92,23 +94,23 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         self.receipt: dict[str, Any] = {"version": None, "seconds": {}}
 
     def init_transfer_engine(self, init_info: NothingAgreed) -> None:
-        """Nothing to do: all that is needed comes with each update."""
+        """Do nothing, because each update has all that is needed."""
 
     def prepare(self, update: Any) -> dict[str, Any]:
-        """Do what can be done while the engine continues to generate."""
+        """Prepare an update while the engine continues to generate."""
         started = time.perf_counter()
         self._fetch(update)
         self._prepare_s = time.perf_counter() - started
         return {"version": update.version, "seconds": self._prepare_s}
 
     def start_weight_update(self) -> None:
-        """Replace packed parameters by those of the checkpoint's layout."""
+        """Replace packed parameters by parameters in the checkpoint's layout."""
         self._discard_half_loaded()
         self._half_loaded = True
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load the prepared update; refuse one that does not arrive as it was published."""
+        """Load the prepared update; raise if tensors differ from the published ones."""
         started = time.perf_counter()
         self.receipt = {"version": None, "seconds": {}}
         receipt = self._receive(update_info)
@@ -118,9 +120,9 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     def _load(
         self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, TensorDigest] | None
     ) -> dict[str, Any]:
-        """Hand tensors to the model; the receipt of what was handed over and what it reached.
+        """Load tensors into the model; return a receipt of the tensors and their effect.
 
-        Where nothing says what to expect, the trainer compares the receipt with what it sent.
+        If ``expected`` is None, the trainer compares the receipt's digest with the tensors it sent.
         """
         taken: dict[str, TensorDigest] = {}
 
@@ -142,13 +144,13 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         }
         faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
         if faults:
-            raise RuntimeError(f"the weights did not arrive as they were published: {faults}")
-        # No fault yet: another rank may use what this one does not.
+            raise RuntimeError(f"the loaded weights differ from the published ones: {faults}")
+        # Ignored tensors are not a fault here, because other ranks may use them.
         return {**receipt, "ignored": self._ignored(tracked.ignored, taken)}
 
     def _ignored(self, unused: list[str], taken: Iterable[str]) -> list[str]:
-        """Tensors that this worker did not use, or that a tied tensor overrides."""
-        if self.parallel_config.enable_expert_parallel:  # other workers may have those experts
+        """Return the tensors that this worker did not use, or that a tied tensor overrides."""
+        if self.parallel_config.enable_expert_parallel:  # other workers may have the other experts
             unused = [name for name in unused if ".experts." not in name]
         served = served_names(self.model, taken)
         for names in self._tied:
@@ -157,13 +159,13 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         return sorted(set(unused))
 
     def _unreached(self, loaded: set[str] | None) -> list[str]:
-        """Parameters of the model that no tensor reached, as far as the model tells."""
+        """Return the model's parameters that no tensor was loaded into, as far as vLLM knows."""
         unreached = set()
         if loaded is not None and self.model_config.quantization is None:
             unreached = self._needed - loaded
         for name, module in self.model.named_modules():
             info = get_layerwise_info(module)
-            # A vocabulary is padded, so a part of it is never loaded.
+            # A vocabulary's padding is never loaded.
             incomplete = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
             if incomplete and not isinstance(module, VocabParallelEmbedding):
                 unreached.add(f"{name} ({info.load_numel} of {info.load_numel_total})")
@@ -172,7 +174,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     def finish_weight_update(self) -> None:
         """Pack the loaded parameters for inference."""
         if self.receipt["version"] is None:
-            self._discard_half_loaded()  # started, and never sent: see WeightReceiver
+            self._discard_half_loaded()  # started but never sent: see WeightReceiver
             return
         started = time.perf_counter()
         finalize_layerwise_reload(self.model, self.model_config)
@@ -185,8 +187,9 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     def _discard_half_loaded(self) -> None:
         """Discard an update that was interrupted between start and finish.
 
-        Its buffered tensors would count as loaded in the next update and replace that one's.
-        Layers that it completed keep its weights until the next update.
+        Otherwise the next update would count this update's buffered tensors as loaded and use them
+        instead of its own. Layers that are already complete keep this update's weights until the
+        next update.
         """
         if not self._half_loaded:
             return
@@ -200,13 +203,13 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         self._release()
 
     def _repack_tied_head(self) -> None:
-        """On the CPU a head that is tied to the embedding keeps its old packed copy (vLLM 0.32)."""
+        """Repack a CPU's tied head, which otherwise keeps its old packed copy (vLLM 0.32)."""
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def _repack_experts(self) -> None:
-        """On the CPU reloaded experts are read as if they were packed (vLLM 0.32)."""
+        """Repack reloaded experts on a CPU, which vLLM 0.32 leaves unpacked but reads as packed."""
         if self.device.type != "cpu":
             return
         for module in self.model.modules():
@@ -215,11 +218,11 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 kernel.fused_experts.process_weights_after_loading(module)
 
     def _release(self) -> None:
-        """An update has ended, successfully or not."""
+        """Release an update's resources, after success or failure."""
 
 
 class FolderTransfer(LayerwiseTransfer):
-    """Takes publications from a folder (backend ``"primerl"``)."""
+    """Loader of publications from a folder (backend ``"primerl"``)."""
 
     update_info_cls = FolderUpdate
 
@@ -228,7 +231,7 @@ class FolderTransfer(LayerwiseTransfer):
         self._reader: FolderReader | None = None
 
     def _fetch(self, update: FolderUpdate) -> None:
-        """Fetch and check a publication."""
+        """Fetch a publication and check it."""
         folder = Path(update.folder)
         if self._reader is None or self._reader.folder != folder:
             self.shutdown()
@@ -241,7 +244,7 @@ class FolderTransfer(LayerwiseTransfer):
         manifest, tensors = self._reader.open(update.version)
         try:
             return self._load(tensors.items(), manifest.tensors)
-        except BaseException:  # locked no longer than the load, however it ends
+        except BaseException:  # unlock the publication, whatever ended the load
             self._reader.release(distrust=True)
             raise
 
@@ -250,14 +253,14 @@ class FolderTransfer(LayerwiseTransfer):
             self._reader.release()
 
     def shutdown(self) -> None:
-        """Close the host's copy; the last process to close it removes it."""
+        """Close the host's copy of the tensors; the last process that closes it removes it."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
 
 class BroadcastTransfer(LayerwiseTransfer):
-    """Takes tensors that the trainer broadcasts by NCCL (backend ``"primerl_nccl"``)."""
+    """Receiver of tensors that the trainer broadcasts by NCCL (backend ``"primerl_nccl"``)."""
 
     update_info_cls = BroadcastUpdate
 
@@ -270,7 +273,7 @@ class BroadcastTransfer(LayerwiseTransfer):
         return connect_nccl(place, self.device)
 
     def _fetch(self, update: BroadcastUpdate) -> None:
-        """Join the trainer's group, if it is a new one."""
+        """Join the trainer's group, unless this worker is already in it."""
         if self._group != update.group:
             self.shutdown()
             place = join_group(update.address, update.port, timeout_s=_JOIN_S)
@@ -299,7 +302,7 @@ class BroadcastTransfer(LayerwiseTransfer):
 
 
 def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
-    """The intermediate size of experts that the CPU's kernel has padded, 0 for none."""
+    """Return the intermediate size of experts that the CPU kernel has padded, 0 for none."""
     if device.type != "cpu":
         return 0
     for module in model.modules():
@@ -312,7 +315,7 @@ def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
 
 
 class WeightReceiver:
-    """Methods that vLLM's workers get, called by the names of ``primerl.serving.names``."""
+    """Worker extension: methods added to vLLM's workers, named in ``primerl.serving.names``."""
 
     device: torch.device
     model_runner: Any
@@ -324,15 +327,16 @@ class WeightReceiver:
     def prepare_weights(
         self, update: dict[str, Any], ticket: str, timeout_s: float = GRACE_S
     ) -> dict[str, Any]:
-        """Fetch and check an update while the engine continues; repair an interrupted one.
+        """Fetch and check an update while the engine continues; discard an interrupted one first.
 
-        It runs in a thread: after ``{"prepared": False}``, call again with the same ``ticket``. A
-        new ticket starts again.
+        The work runs in a thread. While it runs, the result is ``{"prepared": False}``: call again
+        with the same ``ticket``. A new ticket starts the work anew.
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
-            RuntimeError: it was not prepared within a ``timeout_s`` above the default, or vLLM
-                can't reload the weights of a server that takes adapters, or moves or pads experts.
+            RuntimeError: a ``timeout_s`` above the default was exceeded; or the server takes
+                adapters, moves experts or has padded experts, so that vLLM can't reload its
+                weights.
         """
         if refused := self.reload_refusal()["refused"]:
             raise RuntimeError(refused)
@@ -348,7 +352,7 @@ class WeightReceiver:
         return {"prepared": found is not None, **(found or {})}
 
     def reload_refusal(self) -> dict[str, str]:
-        """Why the server can't be sent weights (adapters, moved or padded experts), or ""."""
+        """Return why the server can't be sent weights (adapters, moved or padded experts)."""
         refused = reload_refusal(
             parallel_config=self.parallel_config,
             most_rank=HeldAdapters(self.model_runner).most_rank,
@@ -357,28 +361,28 @@ class WeightReceiver:
         return {"refused": refused}
 
     def served_dtype(self) -> str:
-        """The dtype that the model computes in, such as ``"bfloat16"``."""
+        """Return the dtype that the model computes in, such as ``"bfloat16"``."""
         return str(self.model_runner.model_config.dtype).removeprefix("torch.")
 
     def served_vocab_size(self) -> dict[str, int]:
-        """The model's number of token ids, in a mapping: vLLM sends a bare number as text."""
+        """Return the vocabulary size, in a mapping because vLLM sends a bare number as text."""
         return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
 
     def served_routes(self) -> dict[str, bool]:
-        """Whether a connector loads keys and values.
+        """Return as ``loaded`` whether a KV connector loads keys and values from elsewhere.
 
-        What is ``loaded`` was computed elsewhere, so the routes of those tokens are not known here:
-        a request that asks for them ends vLLM 0.32. Those of the last token of a prompt always are.
+        The server does not know the expert routes of loaded tokens, and vLLM 0.32 exits if a
+        request asks for them. It always knows the routes of a prompt's last token.
         """
         connector = self.vllm_config.kv_transfer_config
         return {"loaded": connector is not None and connector.kv_connector is not None}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
-        """Digests of what this worker computes with, for the published tensors ``names``."""
+        """Read digests of the tensors that this worker computes with in place of ``names``."""
         return as_builtins(ServedTensors(self.model_runner.model, names, turn=turn).readings())
 
     def prepare_adapter(self) -> dict[str, Any]:
-        """The largest rank of an adapter (0 without LoRA), and the numbers of those it holds."""
+        """Return the largest rank of adapters (0 without LoRA), and the loaded ones' numbers."""
         held = HeldAdapters(self.model_runner)
         if self.device.type == "cpu":
             held.unwrap_head()
@@ -387,16 +391,16 @@ class WeightReceiver:
     def read_adapter(
         self, layers: list[str], digest: str, known: list[int], version: int
     ) -> dict[str, Any]:
-        """The receipt of an adapter that came after those of the ``known`` numbers."""
+        """Return the receipt of an adapter that was loaded after those with ``known`` numbers."""
         receipt = HeldAdapters(self.model_runner).arrived(layers, digest, known=known)
         return {**receipt, "version": version}
 
     def weight_receipt(self) -> dict[str, Any]:
-        """The receipt of this worker's last update: version, digest, seconds."""
+        """Return the receipt of this worker's last update: version, digest, seconds and so on."""
         receipt: dict[str, Any] = self.weight_transfer_engine.receipt
         return receipt
 
 
 for _name, _engine in ((FOLDER_BACKEND, FolderTransfer), (NCCL_BACKEND, BroadcastTransfer)):
-    with contextlib.suppress(ValueError):  # loaded twice, by way of a subclass's module
+    with contextlib.suppress(ValueError):  # registered before: a subclass's module imports this one
         WeightTransferEngineFactory.register_engine(_name, _engine)

@@ -1,15 +1,15 @@
-"""Servers whose weights vLLM 0.32 can't replace."""
+"""Check for servers whose weights vLLM 0.32 can't update correctly."""
 
 from typing import Any
 
 
 def reload_refusal(*, parallel_config: Any, most_rank: int, padded_experts: int = 0) -> str:
-    """Why a server would compute with other weights than those it is sent; "" if it would not.
+    """Return why a server would not compute with the weights that it is sent; "" if it would.
 
     Args:
         parallel_config: vLLM's ``ParallelConfig``.
-        most_rank: the largest rank of an adapter that the server takes, 0 for none.
-        padded_experts: the intermediate size of experts that the server has padded, 0 for none.
+        most_rank: the largest rank of adapters that the server can load, 0 for none.
+        padded_experts: the intermediate size of the experts that the server has padded, 0 for none.
     """
     if most_rank:
         return (
@@ -24,7 +24,7 @@ def reload_refusal(*, parallel_config: Any, most_rank: int, padded_experts: int 
         )
     if padded_experts:
         return (
-            f"a server on a CPU that has padded experts of {padded_experts} intermediate "
+            f"a server on a CPU that has padded its experts of {padded_experts} intermediate "
             "dimensions can't be sent weights (vLLM 0.32): use a model whose "
             "moe_intermediate_size is a multiple of 32, or a GPU"
         )

@@ -1,13 +1,14 @@
-"""Readings of the tensors that vLLM's model computes with; runs inside vLLM's process.
+"""Digests of the tensors that vLLM's model computes with; runs inside vLLM's process.
 
-Written against vLLM 0.32, like ``receiver``. Where vLLM keeps a tensor as it was loaded, all
-of its bytes are read. Where it keeps a packed copy instead (linear layers and heads on the CPU),
-the layer itself is asked: applied to the unit vector ``e_j`` it gives column j of its weight
-exactly, since all other terms are zero. Each check reads some of the columns, different ones each
-time. Experts that are packed are compared by their elements in any order.
+Written against vLLM 0.32, like ``receiver``. If vLLM keeps a tensor as it was loaded, all of its
+bytes are read. If vLLM keeps a packed copy instead (linear layers and heads on a CPU), the layer is
+applied to unit vectors: for ``e_j`` it returns column j of its weight exactly, because all other
+terms are zero. Each check reads some of the columns, different ones each time. Packed experts are
+compared by their elements in any order.
 
-What it cannot relate to a published tensor is left out, and the trainer reports that: quantized
-layers, fused tensors that are published as one, experts divided over ranks.
+Tensors that can't be related to a published tensor are left out: those of quantized layers, fused
+tensors that are published as one, and experts divided over ranks. The trainer reports how many
+tensors were compared.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +34,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from primerl.weights.verification.served_tensors import (
-    Part,
     Reading,
+    TensorSlice,
     reading_of,
     rearranged_reading,
 )
@@ -44,7 +45,7 @@ MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 
 
 def served_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Published names by vLLM's own, before it merges layers."""
+    """Map vLLM's names of tensors, before it merges layers, to the published names."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {name: name for name in names}
@@ -54,7 +55,7 @@ def served_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several, such as a head tied to the embedding."""
+    """Return the names of each parameter with several names, such as a head tied to embeddings."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -62,17 +63,17 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def without_adapters(path: str) -> str:
-    """The path of a module in a model whose layers are not wrapped for adapters."""
+    """Return the path that a module would have if no layer were wrapped for adapters."""
     return path.removesuffix(".base_layer").replace(".base_layer.", ".")
 
 
 class ServedTensors:
-    """Readings of a model's tensors.
+    """The readings (digests) of the tensors that a model computes with.
 
     Args:
-        model: vLLM's.
-        names: of the published tensors.
-        turn: a number that selects the columns read from packed layers; increase it each time.
+        model: vLLM's model.
+        names: the names of the published tensors.
+        turn: selects which columns of packed layers are read; increase it each time.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, turn: int) -> None:
@@ -83,7 +84,7 @@ class ServedTensors:
 
     @torch.inference_mode()
     def readings(self) -> Iterator[Reading]:
-        """All that can be related to a published tensor."""
+        """Yield the readings of all tensors that can be related to published ones."""
         for name, module in self._model.named_modules(remove_duplicate=False):
             path = without_adapters(name)
             if isinstance(module, RoutedExperts):
@@ -96,12 +97,12 @@ class ServedTensors:
                 yield from self._plain(path, module)
 
     def _plain(self, path: str, module: nn.Module) -> Iterator[Reading]:
-        """A norm, a router's bias: parameters and buffers under their own name."""
+        """Read parameters and buffers that vLLM keeps unchanged, such as norms."""
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         for name, tensor in tensors:
             published = self._published.get(f"{path}.{name}".removeprefix("."))
             if published is not None:
-                yield reading_of(tensor, Part(name=published))
+                yield reading_of(tensor, TensorSlice(name=published))
 
     # ---- linear layers ----
 
@@ -116,15 +117,15 @@ class ServedTensors:
                 yield from self._matrix(module, weight, here, there, (first, first + width))
             bias = self._published.get(f"{name}.bias")
             if bias is not None and getattr(module, "bias", None) is not None:
-                yield reading_of(module.bias[slice(*here)], Part(name=bias, rows=there))
+                yield reading_of(module.bias[slice(*here)], TensorSlice(name=bias, rows=there))
 
     def _rows(self, path: str, module: Any) -> Iterator[tuple[str, Any, Any]]:
-        """For each published layer that this one holds: its name, its rows here and there."""
+        """Yield the published layers in a module: name, rows in the module, rows as published."""
         prefix, _, last = path.rpartition(".")
         if isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):
             names = self._merged.get(last, [])
             if len(names) != len(module.output_partition_sizes):
-                return  # published as one, in an order of its own
+                return  # the layers are published as one tensor, in an unknown order of rows
             ranks = [module.tp_rank] * len(names)
             if isinstance(module, QKVParallelLinear):  # keys and values may be on several ranks
                 shared = module.tp_rank // module.num_kv_head_replicas
@@ -144,18 +145,20 @@ class ServedTensors:
     def _matrix(
         self, module: Any, name: str, here: Any, there: Any, columns: tuple[int, int]
     ) -> Iterator[Reading]:
-        """The rows ``here`` of a layer's weight: rows ``there``, ``columns`` of the published."""
+        """Read rows ``here`` of a weight, which are rows ``there`` of the published ``columns``."""
         first, last = columns
         width = last - first
         weight = module.weight
         if weight.numel():
-            part = Part(name=name, rows=there, columns=(first, last, 1))
+            part = TensorSlice(name=name, rows=there, columns=(first, last, 1))
             yield reading_of(weight[slice(*here), :width], part)
             return
         chosen = self._chosen(width)
         asked = _columns(module, weight, width, chosen)[slice(*here)]
         start, _, step = chosen
-        yield reading_of(asked, Part(name=name, rows=there, columns=(first + start, last, step)))
+        yield reading_of(
+            asked, TensorSlice(name=name, rows=there, columns=(first + start, last, step))
+        )
 
     def _chosen(self, width: int) -> tuple[int, int, int]:
         step = max(1, width // COLUMNS)
@@ -171,22 +174,22 @@ class ServedTensors:
         count = there[1] - there[0]
         name = self._published.get(f"{path}.weight")
         is_head = name is None or isinstance(module, ParallelLMHead)
-        name = name or self._embedding()  # to which the trainer's head is tied
+        name = name or self._embedding()  # the trainer's head is tied to it
         if name is None:
             return
         width = module.embedding_dim
         if module.weight.numel():
-            yield reading_of(module.weight[:count], Part(name=name, rows=there))
+            yield reading_of(module.weight[:count], TensorSlice(name=name, rows=there))
         if is_head and hasattr(module, "cpu_linear"):
             chosen = self._chosen(width)
             asked = _columns(module, module.weight, width, chosen)[:count]
-            yield reading_of(asked, Part(name=name, rows=there, columns=chosen))
+            yield reading_of(asked, TensorSlice(name=name, rows=there, columns=chosen))
         bias = self._published.get(f"{path}.bias")
         if bias is not None and getattr(module, "bias", None) is not None:
-            yield reading_of(module.bias[:count], Part(name=bias, rows=there))
+            yield reading_of(module.bias[:count], TensorSlice(name=bias, rows=there))
 
     def _embedding(self) -> str | None:
-        """The published name of the embedding of tokens, if there is exactly one."""
+        """Return the published name of the token embedding, if there is exactly one."""
         names = [
             self._published[f"{path}.weight"]
             for path, module in (
@@ -212,13 +215,13 @@ class ServedTensors:
                 for kind in ("weight", "bias"):
                     tensor = getattr(module, f"{own}_{kind}", None)
                     published = [self._published.get(f"{base}.{index}.{n}.{kind}") for n in names]
-                    found = [Part(name=name) for name in published if name is not None]
+                    found = [TensorSlice(name=name) for name in published if name is not None]
                     if tensor is not None and len(found) == len(names):
                         yield rearranged_reading(tensor[index], found)
 
 
 def _columns(module: Any, weight: Tensor, width: int, chosen: tuple[int, int, int]) -> Tensor:
-    """Columns of the weight that a layer computes with, by applying it to unit vectors."""
+    """Compute columns of a layer's weight by applying the layer to unit vectors."""
     indices = torch.arange(*chosen, device=weight.device)
     units = torch.zeros(len(indices), width, dtype=weight.dtype, device=weight.device)
     units[torch.arange(len(indices), device=weight.device), indices] = 1

@@ -1,4 +1,4 @@
-"""Tensors that record whether a loader used them."""
+"""Tensors that record whether a checkpoint loader used them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class TrackedTensors:
-    """Named tensors for a loader, and the names of those that it ignored.
+    """Iterable of named tensors for a loader, which records the tensors that the loader ignored.
 
         tracked = TrackedTensors(tensors)
         model.load_weights(tracked)
         assert not tracked.ignored
 
-    A loader that skips a tensor by its name never reads its elements; to any other it applies some
-    torch operation. So the names that the loader maps tensors to need not be known.
+    A tensor counts as used once any torch operation was applied to it. A loader that skips a tensor
+    by its name applies none. Therefore this works whatever names the loader maps the tensors to.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -32,7 +32,7 @@ class TrackedTensors:
 
     @property
     def ignored(self) -> list[str]:
-        """Names of tensors that were not used."""
+        """The names of the tensors that the loader did not use."""
         return sorted(set(self._names) - self._used)
 
 

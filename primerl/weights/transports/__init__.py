@@ -1,1 +1,1 @@
-"""How published weights reach the engines: shared memory, files, NCCL."""
+"""Transports of weights from the trainer to engines: shared memory, files and NCCL."""

@@ -1,4 +1,4 @@
-"""Publishing a low-rank adapter alone, to servers that add it to their own base model."""
+"""``Adapter``, a transport of a low-rank adapter to servers that have the base model."""
 
 import os
 import secrets
@@ -32,36 +32,39 @@ from primerl.weights.transports.receipts import (
     on_all_ranks,
 )
 
-REQUEST_S = 600.0  # the longest request of an engine that does not say
+REQUEST_S = 600.0  # the assumed timeout of requests, for engines that don't have the attribute
 
 
 class Adapter:
-    """Publishes one low-rank adapter (LoRA, arXiv:2106.09685) of a model, and nothing else.
+    """A transport that publishes only a low-rank adapter (LoRA, arXiv:2106.09685) of a model.
 
         with serving.serve_vllm(folder, enable_lora=True, max_lora_rank=16) as server:
             engine = serving.VLLMEngine(server, adapter="policy")
             transport = weights.Adapter(model, engine)
             receipt = transport.publish(version=1)
 
-    Servers add it to their own base model, which must be the trainer's: the canary compares both.
-    Each version is a folder of ``peft``, which vLLM loads beside the version before it without a
-    pause. A request that is in flight ends with the version that it began with, so a version's
-    folder is kept for as long as a request may take after a newer one has replaced it.
+    Servers apply the adapter to their own base model, which must equal the trainer's; the canary
+    compares the two. Each version is a folder in ``peft``'s format, which vLLM loads beside the
+    previous version, without a pause. A request in flight finishes with the version that it started
+    with. Therefore the folder of a replaced version is kept until the longest request has timed
+    out.
 
-    All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engines.
+    All ranks of a sharded trainer create a transport and call ``publish``; only rank 0 has engines.
 
     Args:
-        model: to which ``peft.inject_adapter_in_model`` has added the adapter.
-        engines: that sample under an adapter, on rank 0. Several may serve the same one.
-        folder: that the servers' hosts share; None for this host's memory. Adapters of several
-            names may share one.
-        adapter: its name in the model. The engines have names of their own for it.
-        dtype: that the servers compute in, which the adapter is cast to; None keeps the trainer's.
-        timeout_s: how long engines may take to load a version.
+        model: the trainer's model, to which ``peft.inject_adapter_in_model`` added the adapter.
+        engines: engines that sample under an adapter, on rank 0. Several may serve the same
+            adapter.
+        folder: a folder that the servers' hosts share; None for this host's shared memory. Several
+            adapters may be published in the same folder.
+        adapter: the adapter's name in the model. The engines may have other names for it.
+        dtype: the dtype that the servers compute in, to which the adapter is cast; None keeps the
+            trainer's.
+        timeout_s: the timeout of loading a version.
 
     Raises:
-        ValueError: the model has no such adapter, or the adapter is not all that is trained; rank 0
-            has no engine, or one that samples under no adapter.
+        ValueError: the model has no such adapter, or trains other parameters too; rank 0 has no
+            engine, or an engine that samples under no adapter.
     """
 
     def __init__(
@@ -82,19 +85,19 @@ class Adapter:
         self._timeout_s = timeout_s
         self._folder = None if folder is None else Path(folder).absolute()
         self._latest: Path | None = None
-        self._replaced: list[tuple[float, Path]] = []  # since when
+        self._replaced: list[tuple[float, Path]] = []  # (time of the replacement, folder)
         if is_first_rank() and self._folder is None:
             place = SharedFolder(f"adapters-{uuid.uuid4().hex}")
             weakref.finalize(self, place.close)
             self._folder = place.path
 
     def publish(self, version: int) -> Receipt:
-        """Have every engine sample new requests under the adapter as it is now.
+        """Have every engine sample new requests under the adapter's current weights.
 
         Raises:
-            RuntimeError: a worker does not hold it as it was sent, or a server can't serve it; that
-                server keeps the version that it has.
-            ValueError: parameters that belong to no adapter are trained too.
+            RuntimeError: a worker loaded other tensors than were sent, or a server can't serve the
+                adapter. That server keeps its old version.
+            ValueError: the model also trains parameters that do not belong to the adapter.
         """
         require_servable(self._model, self.adapter)
         tensors = adapter_tensors(self._model, self.adapter)
@@ -102,21 +105,21 @@ class Adapter:
         return on_all_ranks(receipt or Receipt(version=version))
 
     def _publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Receipt:
-        assert self._folder is not None, "rank 0 has one"
+        assert self._folder is not None, "rank 0 has a folder"
         started = time.perf_counter()
         sent = {name: self._on_wire(tensor) for name, tensor in tensors}
         gathered = time.perf_counter()
         digest = self._digest(sent)
         encoded = time.perf_counter()
-        # A name of its own each time: vLLM takes what it finds under a known path for known.
+        # A new name each time, because vLLM does not read a path again that it has loaded before.
         place = self._folder / f"{version:08d}-{secrets.token_hex(4)}"
         with saved_folder(place, marker="adapter_config.json") as partial:
             write_adapter(partial, adapter_config(self._model, self.adapter), sent)
         written = time.perf_counter()
         try:
-            replicas = self._load(place, version, digest, sent)
+            servers = self._load(place, version, digest, sent)
         except BaseException:
-            self._replaced.append((time.monotonic(), place))  # some server may have loaded it
+            self._replaced.append((time.monotonic(), place))  # a server may have loaded it
             raise
         loaded = time.perf_counter()
         self._retain(place)
@@ -132,14 +135,14 @@ class Adapter:
                 "write": written - encoded,
                 "load": loaded - written,
             },
-            replicas=replicas,
+            servers=servers,
         )
 
     def _on_wire(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", self._dtype or tensor.dtype).contiguous()
 
     def _digest(self, sent: dict[str, Tensor]) -> str:
-        """The digest of what servers will hold: A, and B times its scale."""
+        """Return the digest of the tensors that servers will hold: A, and B times its scale."""
         held = {}
         for name, tensor in sent.items():
             layer, factor = saved_part(name)
@@ -157,14 +160,14 @@ class Adapter:
             "rank": max(t.shape[0] for name, t in sent.items() if saved_part(name)[1] == "A"),
             "digest": digest,
         }
-        replicas: dict[str, list[dict[str, Any]]] = {}
+        servers: dict[str, list[dict[str, Any]]] = {}
         for engine in self._engines:
-            replicas |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
-        check_receipts(replicas, version=version, digest=digest, tensors=len(sent))
-        return replicas
+            servers |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
+        check_receipts(servers, version=version, digest=digest, tensors=len(sent))
+        return servers
 
     def _retain(self, place: Path) -> None:
-        """Keep the latest, and those that a request may need: vLLM may read them again for it."""
+        """Remove the folders that no request in flight can need; vLLM may read the others again."""
         now = time.monotonic()
         if self._latest is not None:
             self._replaced.append((now, self._latest))

@@ -1,4 +1,4 @@
-"""The NCCL group of a trainer and the workers of its engines, formed through a TCP store."""
+"""Formation of an NCCL group of the trainer and its engines' workers, through a TCP store."""
 
 import socket
 import threading
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Connects the ranks of a group."""
+    """Protocol of objects that connect the ranks of a group."""
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Fill ``tensor`` with that of rank ``src``; on a GPU, in stream order."""
+        """Fill ``tensor`` with rank ``src``'s tensor; on a GPU, in stream order."""
         ...
 
     def destroy(self) -> None:
@@ -32,7 +32,7 @@ class Communicator(Protocol):
 
 @attrs.frozen
 class Membership:
-    """A rank in a group, and what its members need to connect."""
+    """One process's rank in a group, and the data that members need to connect."""
 
     rank: int
     world_size: int
@@ -40,13 +40,13 @@ class Membership:
 
 
 class Rendezvous:
-    """A store on the trainer's host that gives each worker its rank.
+    """A TCP store on the trainer's host that assigns ranks to workers.
 
     Args:
-        address: of the trainer, as workers reach it; the store listens on no other.
-        world_size: workers and the trainer, which is rank 0.
-        unique_id: of the NCCL group.
-        timeout_s: how long workers may take.
+        address: the trainer's address, as workers reach it; the store listens on no other address.
+        world_size: the number of workers, plus 1 for the trainer, which is rank 0.
+        unique_id: the id of the NCCL group.
+        timeout_s: the timeout of the store's operations.
     """
 
     def __init__(
@@ -70,45 +70,48 @@ class Rendezvous:
 
 
 def join_group(address: str, port: int, *, timeout_s: float) -> Membership:
-    """This process's rank in a group, from the group's store.
+    """Join a group through its store; return this process's rank and the data to connect.
 
     Raises:
-        RuntimeError: the group has as many members as it was made for.
+        RuntimeError: all ranks of the group are already taken.
     """
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     rank = store.add("ranks", 1) - 1
     world_size = int(store.get("world_size"))
     if rank >= world_size:
         raise RuntimeError(
-            f"the group of {world_size} is complete; a worker joined late or restarted"
+            f"the broadcast group of {world_size} is complete; a worker joined late or restarted"
         )
     return Membership(rank, world_size, bytes.fromhex(store.get("unique_id").decode()))
 
 
 def new_unique_id() -> bytes:
-    """The id of a new NCCL group, from vLLM's binding of the library."""
+    """Create the id of a new NCCL group, with vLLM's binding of the library."""
     wrapper = require("vllm.distributed.device_communicators.pynccl_wrapper", extra="vllm")
     return bytes(wrapper.NCCLLibrary().ncclGetUniqueId().internal)
 
 
 def connect_nccl(place: Membership, device: torch.device) -> Communicator:
-    """Connect by vLLM's own NCCL communicator; blocks until all members have joined.
+    """Connect with vLLM's NCCL communicator; block until all members have joined.
 
     Raises:
-        RuntimeError: the library does not work on this computer.
+        RuntimeError: NCCL does not work on this machine.
     """
     pynccl = require("vllm.distributed.device_communicators.pynccl", extra="vllm")
     communicator: Any = pynccl.PyNcclCommunicator.from_unique_id_bytes(
         place.unique_id, rank=place.rank, world_size=place.world_size, device=device
     )
     if communicator.disabled:  # its broadcasts would silently do nothing
-        raise RuntimeError("NCCL is not available here; weights.NCCL needs GPUs on both sides")
+        raise RuntimeError(
+            "NCCL is not available on this machine; weights.NCCL needs GPUs for the trainer and "
+            "the engines"
+        )
     found: Communicator = communicator
     return found
 
 
 def in_thread(call: Callable[[], T]) -> "Future[T]":
-    """The result of a call that runs in its own thread, because it may never return."""
+    """Run a call in a dedicated daemon thread, because it may never return; return its future."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -122,10 +125,10 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
 
 
 def connected(connecting: "Future[Communicator]", *, to: str, timeout_s: float) -> Communicator:
-    """The communicator of a call in a thread; ``to`` says whom it connects to, for the error.
+    """Wait for a communicator that connects in a thread; ``to`` names its peers in the error.
 
     Raises:
-        RuntimeError: it did not connect in time.
+        RuntimeError: it did not connect within ``timeout_s``.
     """
     if not wait([connecting], timeout_s).done:
         raise RuntimeError(f"connecting to {to} by NCCL took longer than {timeout_s:g} s")

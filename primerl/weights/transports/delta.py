@@ -1,13 +1,14 @@
 """Lossless differences between two versions of a tensor's bytes.
 
 A training step at a small learning rate changes few of the 16-bit words that are sent to engines. A
-difference holds, for each changed word, the gap to the one before it and its change, both as
-variable-length integers (LEB128: 7 bits a byte, least significant first), about 3 bytes a word.
+difference has two integers per changed word: the gap to the previous changed word, and the change.
+Both are variable-length integers (LEB128: 7 bits per byte, least significant first). Together they
+take about 3 bytes per changed word.
 
-Layout of an encoded difference, all little-endian: three ``uint64`` (bytes of the tensor, changed
-words, bytes of gaps), the gaps, the changes. A gap counts the unchanged words in between; a change
-is ``new - old`` modulo 2^16, as a signed number in zigzag order (0, -1, 1, -2, ...). An odd last
-byte counts as a word.
+An encoded difference consists of three ``uint64`` (bytes of the tensor, changed words, bytes of
+gaps), the gaps, and the changes, all little-endian. A gap is the number of unchanged words in
+between. A change is ``new - old`` modulo 2^16, as a signed number in zigzag order (0, -1, 1, -2,
+...). If the number of bytes is odd, the last byte counts as a word.
 """
 
 import numpy as np
@@ -19,13 +20,16 @@ _ARE_BITS = np.uint64(0x7F)
 
 
 def encode(old: UInt8[np.ndarray, " n"], new: UInt8[np.ndarray, " n_too"]) -> np.ndarray | None:
-    """The difference that makes ``old`` into ``new``, ``uint8[m]``; None if m would not be below n.
+    """Encode the difference that turns ``old`` into ``new``.
+
+    Returns:
+        ``uint8[m]``, or None if m would not be less than n.
 
     Raises:
-        ValueError: they differ in length.
+        ValueError: ``old`` and ``new`` have different lengths.
     """
     if len(old) != len(new):
-        raise ValueError(f"a difference needs two of one length, got {len(old)} and {len(new)}")
+        raise ValueError(f"a difference needs equal lengths, got {len(old)} and {len(new)}")
     before, after = _words(old), _words(new)
     at = np.flatnonzero(before != after)
     if _HEADER + 2 * len(at) >= len(new):
@@ -39,10 +43,10 @@ def encode(old: UInt8[np.ndarray, " n"], new: UInt8[np.ndarray, " n_too"]) -> np
 
 
 def apply(encoded: UInt8[np.ndarray, " m"], target: UInt8[np.ndarray, " n"]) -> None:
-    """Change ``target`` in place from the old bytes to the new ones.
+    """Apply a difference to ``target`` in place, which turns its old bytes into the new ones.
 
     Raises:
-        ValueError: ``encoded`` is damaged or is for another tensor; ``target`` is as it was.
+        ValueError: ``encoded`` is damaged or is for another tensor; ``target`` is unchanged.
     """
     if len(encoded) < _HEADER:
         raise ValueError(f"the difference is truncated: {len(encoded)} bytes")
@@ -56,7 +60,7 @@ def apply(encoded: UInt8[np.ndarray, " m"], target: UInt8[np.ndarray, " n"]) -> 
     changes = _integers(encoded[_HEADER + gap_bytes :], count)
     if not count:
         return
-    # A gap is below 2^35, so a sum passes every number on its way to where it would wrap.
+    # Gaps are below 2^35, so a sum that wrapped would first have exceeded `words`: max() finds it.
     at = np.cumsum(gaps + np.uint64(1)) - np.uint64(1)
     if int(at.max()) >= words:
         raise ValueError(f"the difference changes word {int(at.max())} of {words}")
@@ -73,7 +77,7 @@ def _add(target: np.ndarray, at: np.ndarray, delta: np.ndarray) -> None:
     if at[-1] == len(even):  # the odd last byte
         last = int(target[-1]) + int(delta[-1]) & 0xFFFF
         if last > 0xFF:
-            raise ValueError("the difference makes the last byte larger than a byte")
+            raise ValueError("the difference makes the last byte exceed 255")
         target[-1] = last
         at, delta = at[:-1], delta[:-1]
     even[at] += delta
@@ -107,7 +111,9 @@ def _integers(stream: UInt8[np.ndarray, " b"], count: int) -> UInt64[np.ndarray,
         return np.zeros(0, dtype=np.uint64)
     lengths = np.diff(ends, prepend=0)
     if int(lengths.max()) > _MAX_VARINT:
-        raise ValueError(f"the difference is damaged: a number of {int(lengths.max())} bytes")
+        raise ValueError(
+            f"the difference is damaged: it has a number of {int(lengths.max())} bytes"
+        )
     starts = ends - lengths
     digit = (np.arange(len(stream)) - np.repeat(starts, lengths)).astype(np.uint64)
     bits = (stream.astype(np.uint64) & _ARE_BITS) << (np.uint64(7) * digit)

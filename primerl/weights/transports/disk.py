@@ -1,4 +1,4 @@
-"""Publishing through a folder that trainer and engines share."""
+"""``Disk``, a transport through a folder that the trainer and the engines share."""
 
 import os
 import time
@@ -25,28 +25,30 @@ from primerl.weights.transports.receipts import (
 
 
 class Disk:
-    """Publishes a model's weights through a folder, local or on a network.
+    """A transport that publishes a model's weights through a folder, local or on a network.
 
         transport = weights.Disk(model, engine, folder="/shared/run/weights", encoding="delta")
         receipt = transport.publish(version=1)
 
     Each version is a safetensors file and a manifest of digests, visible once it is complete. With
-    ``encoding="delta"`` only the 16-bit words that changed travel, exactly; each host keeps one
-    copy of the tensors in shared memory, which its engines patch and load from. The folder keeps
-    the last full version and what follows, for engines that missed versions or join late.
+    ``encoding="delta"``, only the 16-bit words that changed are sent, without loss. Each host keeps
+    one copy of the tensors in shared memory, which its engines update with the deltas and load
+    from. The folder keeps the last full version and all later ones, for engines that missed
+    versions or join late.
 
-    All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engines.
+    All ranks of a sharded trainer create a transport and call ``publish``; only rank 0 has engines.
 
     Args:
-        model: the trainer's.
-        engines: that serve it, on rank 0.
-        folder: that engines see under the same path; may be None on ranks other than 0.
+        model: the trainer's model.
+        engines: the engines that serve the model, on rank 0.
+        folder: a folder that the engines see at the same path; may be None on ranks other than 0.
         encoding: ``"full"`` or ``"delta"``.
-        dtype: of parameters on the wire, usually the engines' own; None keeps the trainer's.
-        quantize: makes what engines of a quantized checkpoint take: ``fp8.CheckpointQuantizer``.
-            Deltas are between quantized versions.
-        snapshot_every: how often a version is published in full with ``"delta"``.
-        timeout_s: how long engines may take to load a version.
+        dtype: the dtype in which parameters are sent, usually the engines' own; None keeps the
+            trainer's.
+        quantize: ``fp8.CheckpointQuantizer``, for engines of a quantized checkpoint. Deltas are
+            between quantized versions.
+        snapshot_every: with ``"delta"``, every ``snapshot_every``-th version is published in full.
+        timeout_s: the timeout of loading a version.
 
     Raises:
         ValueError: an argument is out of range, or rank 0 has no engine or folder.
@@ -69,7 +71,7 @@ class Disk:
         self._dtype = dtype
         self._quantize = quantize
         self._timeout_s = timeout_s
-        self._publisher: Publisher | None = None  # ranks other than 0 only help to gather
+        self._publisher: Publisher | None = None  # ranks other than 0 only take part in gathering
         if is_first_rank():
             if folder is None:
                 raise ValueError("folder is None; rank 0 writes the weights, so pass it a path")
@@ -81,12 +83,13 @@ class Disk:
             )
 
     def publish(self, version: int) -> Receipt:
-        """Put the weights of ``version`` into every engine and check that they arrived.
+        """Load the weights of ``version`` into every engine and check that they arrived.
 
-        A delta that does not arrive is followed by the full version.
+        If a delta does not arrive, the full version is published.
 
         Raises:
-            RuntimeError: they did not arrive; the message says what was caught, and where.
+            RuntimeError: the weights did not arrive; the message says which check failed, and
+                where.
         """
         tensors = _Timed(
             checkpoint_tensors(self._model, dtype=self._dtype, quantize=self._quantize)
@@ -96,7 +99,7 @@ class Disk:
 
     def _publish(self, version: int, tensors: "_Timed") -> Receipt:
         publisher = self._publisher
-        assert publisher is not None, "rank 0 has one"
+        assert publisher is not None, "rank 0 has a publisher"
         started = time.perf_counter()
         layout = checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
         manifest = publisher.write(version, layout, tensors)
@@ -106,7 +109,7 @@ class Disk:
         receipt = _receipt(publisher.folder, manifest, seconds)
         started, fallback = time.perf_counter(), None
         try:
-            replicas = self._load(publisher.folder, manifest)
+            servers = self._load(publisher.folder, manifest)
         except RuntimeError as error:
             if manifest.kind != DELTA:
                 raise
@@ -114,22 +117,22 @@ class Disk:
             manifest = publisher.rewrite_whole()
             written = _receipt(publisher.folder, manifest, seconds)
             receipt = attrs.evolve(written, bytes=receipt.bytes + written.bytes)
-            replicas = self._load(publisher.folder, manifest)
+            servers = self._load(publisher.folder, manifest)
         seconds["load"] = time.perf_counter() - started
         publisher.retain(manifest, keep=publisher.snapshot)
-        return attrs.evolve(receipt, replicas=replicas, fallback=fallback)
+        return attrs.evolve(receipt, servers=servers, fallback=fallback)
 
     def _load(self, folder: Path, manifest: PublicationManifest) -> dict[str, list[dict[str, Any]]]:
-        """Have every engine fetch a publication; its workers' receipts, compared with it."""
+        """Have every engine load a publication; check and return the workers' receipts."""
         version = manifest.version
         update = {"folder": str(folder.resolve()), "version": version}
-        replicas: dict[str, list[dict[str, Any]]] = {}
+        servers: dict[str, list[dict[str, Any]]] = {}
         for engine in self._engines:
-            replicas |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
+            servers |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
         check_receipts(
-            replicas, version=version, digest=manifest.digest, tensors=len(manifest.tensors)
+            servers, version=version, digest=manifest.digest, tensors=len(manifest.tensors)
         )
-        return replicas
+        return servers
 
 
 def _receipt(folder: Path, manifest: PublicationManifest, seconds: dict[str, float]) -> Receipt:
@@ -145,7 +148,7 @@ def _receipt(folder: Path, manifest: PublicationManifest, seconds: dict[str, flo
 
 @attrs.define(eq=False)
 class _Timed:
-    """Tensors on the CPU, and the seconds that gathering them takes."""
+    """Iterator that moves tensors to the CPU and measures the seconds that gathering takes."""
 
     _items: Iterator[tuple[str, Tensor]]
     seconds: float = 0.0
@@ -157,6 +160,6 @@ class _Timed:
         started = time.perf_counter()
         try:
             name, tensor = next(self._items)
-            return name, tensor.cpu()  # once: it is hashed, compared and written on the CPU
+            return name, tensor.cpu()  # copied once, then hashed, compared and written on the CPU
         finally:
             self.seconds += time.perf_counter() - started

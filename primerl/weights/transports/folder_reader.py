@@ -1,4 +1,4 @@
-"""Reading publications, from their files or from the copy that a host keeps for deltas."""
+"""Readers of publications, from their files or from a host's copy that deltas are applied to."""
 
 import contextlib
 import fcntl
@@ -29,14 +29,14 @@ from primerl.weights.transports.publications import (
 
 
 class FolderReader:
-    """Reads a folder of publications for one receiver.
+    """Reader of a folder of publications for one receiver.
 
-    ``fetch`` brings a version to this host and checks it, ``open`` locks it while its tensors are
-    loaded, ``release`` unlocks it.
+    ``fetch`` brings a version to this host and checks it. ``open`` locks the version while its
+    tensors are loaded, and ``release`` unlocks it.
 
     Args:
-        folder: of the publications.
-        timeout_s: how long to wait for another process of this host.
+        folder: the folder of the publications.
+        timeout_s: how long to wait for a lock that another process of this host holds.
     """
 
     def __init__(self, folder: Path, *, timeout_s: float = 300.0) -> None:
@@ -62,10 +62,10 @@ class FolderReader:
         return manifest
 
     def open(self, version: int) -> tuple[PublicationManifest, dict[str, Tensor]]:
-        """A fetched version and its tensors, which stay as they are until ``release``.
+        """Return a fetched version's manifest and its tensors, locked until ``release``.
 
         Raises:
-            ValueError: the host's copy holds another version now.
+            ValueError: the version was not fetched, or a later version has replaced it.
         """
         manifest = read_manifest(self.folder, version)
         if not manifest.deltas_follow:
@@ -77,7 +77,7 @@ class FolderReader:
         return manifest, self._copy.open(manifest)
 
     def release(self, *, distrust: bool = False) -> None:
-        """Unlock what was opened; ``distrust``: mark the host's copy as wrong."""
+        """Unlock the opened version; with ``distrust``, mark the host's copy as dirty."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -85,7 +85,7 @@ class FolderReader:
             self._copy.release(distrust=distrust)
 
     def close(self) -> None:
-        """Close the host's copy; the last reader removes it."""
+        """Close the host's copy; the last reader to close it removes it."""
         self.release()
         if self._copy is not None:
             self._copy.close()
@@ -93,15 +93,15 @@ class FolderReader:
 
 
 def _hold(path: Path) -> BinaryIO:
-    """Lock a file of tensors against being written over, until the returned file is closed.
+    """Lock a tensor file against being overwritten, until the returned file is closed.
 
     Raises:
-        ValueError: it is gone.
+        ValueError: the file is missing, or was replaced.
     """
     file = None
     with contextlib.suppress(FileNotFoundError):
         file = path.open("rb")
-        with contextlib.suppress(OSError):  # without locks, no file is ever written over
+        with contextlib.suppress(OSError):  # without locks, the publisher overwrites no file
             fcntl.flock(file, fcntl.LOCK_SH)
         if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
@@ -111,17 +111,17 @@ def _hold(path: Path) -> BinaryIO:
 
 
 class HostCopy:
-    """The newest version of a folder's tensors, one for all receivers on a host.
+    """One copy of a folder's newest tensors, shared by all receivers on a host.
 
-    It is in shared memory, or on disk where that is too small. It is changed in place under a lock
-    and marked dirty meanwhile; a copy that is found dirty is made again.
+    The copy is in shared memory, or on disk if shared memory is too small. It is changed in place
+    under a lock and is marked dirty meanwhile. A copy that is found dirty is made anew.
     """
 
     def __init__(self, folder: Path, *, size: int, timeout_s: float) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
         key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
-        # A full version is written beside the one that it replaces.
+        # Room for two: a full version is written beside the version that it replaces.
         self._place = SharedFolder(f"copy-{key}", room=2 * size)
         self._lock = self._place.path / "lock"
         self._tensors = self._place.path / "tensors.safetensors"
@@ -131,7 +131,7 @@ class HostCopy:
         """Update the copy to a version, by deltas where possible.
 
         Raises:
-            ValueError: a file is damaged, or the result is not what was published.
+            ValueError: a file is damaged, or the result differs from the published tensors.
         """
         with acquire(self._lock, exclusive=True, timeout_s=self._timeout_s):
             have = self._state()
@@ -175,12 +175,12 @@ class HostCopy:
         wrong += [n for n, t in tensors.items() if digest_of(t) != manifest.tensors.get(n)]
         if wrong:
             raise ValueError(
-                f"version {manifest.version} comes out wrong: {', '.join(wrong[:3])} "
-                "is not as it was published"
+                f"this host's copy of version {manifest.version} is wrong: {', '.join(wrong[:3])} "
+                "differ from the published tensors"
             )
 
     def open(self, manifest: PublicationManifest) -> dict[str, Tensor]:
-        """The tensors of a version, locked until ``release``."""
+        """Return the tensors of a version, locked until ``release``."""
         self.release()
         self._reading = acquire(self._lock, exclusive=False, timeout_s=self._timeout_s)
         if self._state() != manifest.digest:
@@ -191,7 +191,7 @@ class HostCopy:
         return map_tensors(self._tensors)
 
     def release(self, *, distrust: bool = False) -> None:
-        """Unlock the copy; ``distrust``: mark it dirty."""
+        """Unlock the copy; with ``distrust``, mark it dirty."""
         if self._reading is not None:
             if distrust:
                 self._set_state(None)
@@ -199,11 +199,11 @@ class HostCopy:
             self._reading = None
 
     def close(self) -> None:
-        """Close the copy; the last process removes it."""
+        """Close the copy; the last process to close it removes it."""
         self._place.close()
 
     def _state(self) -> str | None:
-        """``PublicationManifest.digest`` of what the copy holds; None if it is dirty or missing."""
+        """Return the copy's ``PublicationManifest.digest``; None if it is dirty or missing."""
         try:
             digest = json.loads((self._place.path / "state.json").read_bytes())["digest"]
         except FileNotFoundError:

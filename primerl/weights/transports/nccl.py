@@ -1,4 +1,4 @@
-"""Publishing from GPU to GPU by NCCL."""
+"""``NCCL``, a transport from GPU to GPU by NCCL broadcasts."""
 
 import time
 import uuid
@@ -34,17 +34,17 @@ _POLL_S = 0.001
 
 
 @runtime_checkable
-class Servers(Fetcher, Protocol):
-    """Replicas that can be asked how many workers they have, such as ``VLLMEngine``."""
+class BroadcastServers(Fetcher, Protocol):
+    """Protocol of engines that report their servers' numbers of workers, such as ``VLLMEngine``."""
 
     def workers(self) -> dict[str, int]:
-        """The number of workers of every live replica, by its URL."""
+        """Return the number of workers of every live server, by url."""
         ...
 
 
 @attrs.frozen
-class _Group:
-    """The trainer, and the workers that existed when the group was formed."""
+class _BroadcastGroup:
+    """An NCCL group of the trainer and the workers that existed when it was formed."""
 
     key: str
     workers: dict[str, int]
@@ -53,26 +53,28 @@ class _Group:
 
 
 class NCCL:
-    """Publishes a model's weights to GPU engines, from memory to memory.
+    """A transport that publishes a model's weights to engines on GPUs, from memory to memory.
 
         with serving.serve_vllm(model, weight_transfer="primerl_nccl") as server:
             transport = weights.NCCL(model, serving.VLLMEngine(server))
             receipt = transport.publish(version=1)
 
-    Tensors are broadcast layer by layer through vLLM's NCCL communicator while the engines are
-    paused. A new group is formed when engines join or leave. An engine that joins late gets its
+    Tensors are broadcast layer by layer through vLLM's NCCL communicator while the servers are
+    paused. A new group is formed when servers join or leave. A server that joins late gets its
     weights with the next publication; use ``Disk`` if it must not wait for that.
 
-    All ranks of a sharded trainer make a transport and call ``publish``; rank 0 has the engine.
+    All ranks of a sharded trainer create a transport and call ``publish``; only rank 0 has the
+    engine.
 
     Args:
-        model: the trainer's.
-        engines: one on rank 0, with all its replicas; none on the others.
-        dtype: of parameters on the wire, usually the engine's own; None keeps the trainer's.
-        address: of this host, as the engine's workers reach it.
-        timeout_s: how long a publication may take.
+        model: the trainer's model.
+        engines: one engine with all servers on rank 0, and none on the other ranks.
+        dtype: the dtype in which parameters are sent, usually the engine's own; None keeps the
+            trainer's.
+        address: this host's address, as the servers' workers reach it.
+        timeout_s: the timeout of a publication.
         connect: joins the group; by NCCL by default.
-        unique_id: makes the id of a new group; NCCL's by default.
+        unique_id: creates the id of a new group; NCCL's by default.
 
     Raises:
         ValueError: rank 0 has no engine or several, or another rank has one.
@@ -81,7 +83,7 @@ class NCCL:
     def __init__(
         self,
         model: nn.Module,
-        *engines: Servers,
+        *engines: BroadcastServers,
         dtype: torch.dtype | None = None,
         address: str = "127.0.0.1",
         timeout_s: float = 600.0,
@@ -90,7 +92,7 @@ class NCCL:
     ) -> None:
         check_engines(engines)
         if len(engines) > 1:
-            raise ValueError(f"got {len(engines)} engines; pass one with all replicas: one group")
+            raise ValueError(f"got {len(engines)} engines; pass one engine that has all servers")
         self._model = model
         self._engines = engines
         self._dtype = dtype
@@ -98,13 +100,14 @@ class NCCL:
         self._timeout_s = timeout_s
         self._connect = connect
         self._unique_id = unique_id
-        self._group: _Group | None = None
+        self._group: _BroadcastGroup | None = None
 
     def publish(self, version: int) -> Receipt:
-        """Put the weights of ``version`` into every replica and check that they arrived.
+        """Load the weights of ``version`` into every server and check that they arrived.
 
         Raises:
-            RuntimeError: they did not arrive; the message says what was caught, and where.
+            RuntimeError: the weights did not arrive; the message says which check failed, and
+                where.
         """
         tensors = checkpoint_tensors(self._model, dtype=self._dtype)
         receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
@@ -134,13 +137,13 @@ class NCCL:
             seconds["write"] = time.perf_counter() - began
 
         try:
-            replicas = engine.load_weights(
+            servers = engine.load_weights(
                 update, version=version, timeout_s=self._timeout_s, send=send
             )
             digest = digest_of_all(digests)
-            check_receipts(replicas, version=version, digest=digest, tensors=len(layout))
+            check_receipts(servers, version=version, digest=digest, tensors=len(layout))
         except BaseException:
-            self._group = None  # its members may be at different tensors
+            self._group = None  # its members may have reached different tensors
             raise
         seconds["load"] = time.perf_counter() - started - seconds["write"]
         return Receipt(
@@ -150,10 +153,10 @@ class NCCL:
             tensors=len(layout),
             bytes=sum(entry.nbytes for entry in layout.values()),
             seconds=seconds,
-            replicas=replicas,
+            servers=servers,
         )
 
-    def _current_group(self, engine: Servers) -> _Group:
+    def _current_group(self, engine: BroadcastServers) -> _BroadcastGroup:
         workers = engine.workers()
         if self._group is None or self._group.workers != workers:
             world_size = 1 + sum(workers.values())
@@ -167,7 +170,7 @@ class NCCL:
             place = Membership(0, world_size, unique_id)
             device = next(self._model.parameters()).device
             connecting = in_thread(lambda: self._connect(place, device))
-            self._group = _Group(uuid.uuid4().hex, workers, meeting, connecting)
+            self._group = _BroadcastGroup(uuid.uuid4().hex, workers, meeting, connecting)
         return self._group
 
     def _broadcast(
@@ -177,19 +180,21 @@ class NCCL:
         tensors: Iterator[tuple[str, Tensor]],
         digests: dict[str, TensorDigest],
     ) -> None:
-        """Send tensors in the order that was announced to the workers."""
+        """Broadcast tensors in the order that was announced to the workers."""
         expected = iter(layout.items())
         for name, tensor in tensors:
             if next(expected, None) != (name, TensorLayout(tensor.dtype, tuple(tensor.shape))):
-                raise RuntimeError(f"{name} is not what was announced to the engines")
+                raise RuntimeError(
+                    f"{name} is not the next tensor that was announced to the engines"
+                )
             digests[name] = digest_of(tensor)
             communicator.broadcast(tensor.contiguous(), src=0)
         if missing := [name for name, _ in expected]:
-            raise RuntimeError(f"not sent: {', '.join(missing[:5])}")
+            raise RuntimeError(f"tensors were announced but not sent: {', '.join(missing[:5])}")
         self._wait_for_the_gpu()
 
     def _wait_for_the_gpu(self) -> None:
-        """Wait for the broadcasts, with a deadline: a lost member would block ``synchronize``."""
+        """Wait for the broadcasts, with a timeout: if a member is lost, they never end."""
         if next(self._model.parameters()).device.type != "cuda":
             return
         done: Any = torch.cuda.current_stream().record_event()

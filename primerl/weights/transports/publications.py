@@ -1,4 +1,4 @@
-"""The format of published weights: versions in a folder, and how a receiver reads them."""
+"""The format of a folder of publications: manifests, files, and chains of deltas."""
 
 import json
 from pathlib import Path
@@ -12,49 +12,49 @@ from primerl._common.files import member
 FULL = "full"
 DELTA = "delta"
 SAME = "same"
-"""Forms of a tensor in a delta: left out, a ``DELTA`` of its bytes, or ``FULL``."""
+"""Forms of a tensor in a delta: ``SAME`` (left out), ``DELTA`` (of its bytes) or ``FULL``."""
 
 
 @attrs.frozen(kw_only=True)
 class PublicationManifest:
-    """Describes one publication; its JSON file is written last, which commits the publication."""
+    """The description of one publication. Its JSON file is written last: that commits it."""
 
     version: int
     kind: str
     """``"full"`` or ``"delta"``."""
     parent: int | None
-    """The version that a delta changes."""
+    """The version to which a delta applies; None for a full publication."""
     parent_digest: str | None
-    """``digest`` of that version: two runs may have a version of the same number."""
+    """The parent's ``digest``, because two runs may have different versions of the same number."""
     digest: str
-    """Of all tensors of this version, ``digests.digest_of_all``."""
+    """The digest of all tensors of this version, by ``digests.digest_of_all``."""
     file: str
     file_size: int
     file_digest: str | None
-    """Of a delta; None where ``tensors`` has the digest of all that is in the file."""
+    """The digest of a delta's file; None for a full one, whose tensors all have digests."""
     deltas_follow: bool
-    """Whether later versions may be deltas, so that a host keeps a base copy."""
+    """Whether later versions may be deltas, so that each host must keep a copy of the tensors."""
     tensors: dict[str, TensorDigest]
-    """Of this version, by the name that the checkpoint gives them."""
+    """The digests of this version's tensors, by their names in the checkpoint."""
     forms: dict[str, str]
-    """Of a delta: the form of each tensor."""
+    """The form of each tensor in a delta; empty for a full publication."""
 
 
 def manifest_path(folder: Path, version: int) -> Path:
-    """The path of a version's manifest."""
+    """Return the path of a version's manifest."""
     return folder / f"{version:08d}.json"
 
 
 def describe(path: Path) -> str:
-    """A file in an error: its name on its own, because vLLM removes paths from errors."""
+    """Describe a file for an error: the name separately, because vLLM removes paths from errors."""
     return f"{path.name} in {path.parent}"
 
 
 def read_manifest(folder: Path, version: int) -> PublicationManifest:
-    """The manifest of a version.
+    """Read the manifest of a version.
 
     Raises:
-        ValueError: it is missing or broken; the message names the file.
+        ValueError: the manifest is missing or damaged; the message names the file.
     """
     path = manifest_path(folder, version)
     where = describe(path)
@@ -69,7 +69,7 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
             f"there is no publication of version {version}: {where} is missing"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where} is broken: {error}") from error
+        raise ValueError(f"{where} is not a valid manifest: {error}") from error
     if manifest.version != version:
         raise ValueError(f"{where} describes version {manifest.version}, not {version}")
     try:
@@ -77,17 +77,18 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     except ValueError as error:
         raise ValueError(f"{where} names a file outside its folder: {error}") from None
     if manifest.digest != digest_of_all(manifest.tensors):
-        raise ValueError(f"{where} is broken: its tensors do not have the digest that it states")
+        raise ValueError(f"{where} is damaged: its digest is not that of the tensors that it lists")
     return manifest
 
 
 def check_file(folder: Path, manifest: PublicationManifest) -> Path:
-    """The path of a publication's tensors, after comparing the file with the manifest.
+    """Check the tensor file of a publication against its manifest; return the file's path.
 
-    Tensors that come whole are not digested here, but where they are used.
+    The file's size and a delta's digest are checked. Whole tensors are checked where they are used.
 
     Raises:
-        ValueError: the file is missing or truncated, or a delta is altered; the message names it.
+        ValueError: the file is missing or has the wrong size, or a delta is altered; the message
+            names the file.
     """
     path = folder / manifest.file
     where = describe(path)
@@ -97,19 +98,20 @@ def check_file(folder: Path, manifest: PublicationManifest) -> Path:
     if size != manifest.file_size:
         raise ValueError(f"{where} is truncated: {size} bytes of {manifest.file_size}")
     if manifest.file_digest is not None and digest_of_file(path) != manifest.file_digest:
-        raise ValueError(f"{where} is altered: its digest is not that of the manifest")
+        raise ValueError(f"{where} is altered: its digest differs from that in the manifest")
     return path
 
 
 def chain(folder: Path, version: int, *, have: str | None = None) -> list[PublicationManifest]:
-    """The publications that lead to a version, first to last.
+    """Return the publications that a receiver needs to reach a version, first to last.
 
-    They begin after the tensors that the receiver has, or with a full publication.
+    The first one is a full publication, or a delta to the tensors that the receiver has.
 
     Args:
-        folder: of the publications.
-        version: to reach.
-        have: ``PublicationManifest.digest`` of the tensors that the receiver has; None for nothing.
+        folder: the folder of the publications.
+        version: the version to reach.
+        have: ``PublicationManifest.digest`` of the tensors that the receiver has; None if it has
+            none.
 
     Raises:
         ValueError: a publication is missing or does not follow from its parent.

@@ -1,4 +1,4 @@
-"""The trainer's side of a folder of publications: full versions and deltas."""
+"""``Publisher``, which writes full versions and deltas into a folder of publications."""
 
 import json
 import re
@@ -38,7 +38,7 @@ SPARE = ".spare"
 
 @attrs.define
 class _Sent:
-    """What the last publication held: the base of the next delta."""
+    """The content of the last publication, the base of the next delta."""
 
     manifest: PublicationManifest
     layout: dict[str, TensorLayout]
@@ -46,15 +46,17 @@ class _Sent:
 
 
 class Publisher:
-    """Writes versions into a folder, in full or as deltas.
+    """Writer of versions into a folder, in full or as deltas.
 
-    For deltas it keeps a copy of the last version in memory, as it was sent.
+    With deltas, it keeps a copy of the last version in memory, as it was sent.
 
     Args:
-        folder: created if it does not exist.
-        encoding: ``"full"``, or ``"delta"``: lossless, with a full one every ``snapshot_every``.
-        in_memory: the folder is in memory. Each full version is written over the file of the one
-            before the last, because allocating memory costs more than writing to it.
+        folder: the folder for the publications, created if it does not exist.
+        encoding: ``"full"``, or ``"delta"`` for lossless deltas.
+        snapshot_every: with deltas, every ``snapshot_every``-th version is full.
+        in_memory: whether the folder is in memory. If so, each full version is written over the
+            file of the version before the last, because allocating memory costs more than writing
+            to it.
 
     Raises:
         ValueError: an unknown encoding, or a ``snapshot_every`` below 1.
@@ -80,9 +82,9 @@ class Publisher:
         self._since_snapshot = 0
         self._sent: _Sent | None = None
         self.snapshot: int | None = None
-        """The last version in full: with those that follow it, all that a receiver may need."""
+        """The last full version. Receivers need no version before it."""
         self.encode_s = 0.0
-        """Of the last publication: seconds spent on finding what changed, digests included."""
+        """Seconds that the last publication spent on differences, digests included."""
 
     def write(
         self,
@@ -93,9 +95,9 @@ class Publisher:
         """Publish a version.
 
         Raises:
-            ValueError: the stream is not what ``layout`` says; nothing is published.
+            ValueError: ``tensors`` does not match ``layout``; then nothing is published.
         """
-        sent, self._sent = self._sent, None  # after an error there is no base
+        sent, self._sent = self._sent, None  # after an error, the copy is no base for a delta
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):
             manifest, kept = self._write_delta(version, layout, tensors, sent), sent.tensors
@@ -111,13 +113,13 @@ class Publisher:
         return manifest
 
     def retain(self, manifest: PublicationManifest, *, keep: int | None = None) -> None:
-        """Remove what is useless after the publication ``manifest``.
+        """Remove files that are no longer needed after the publication ``manifest``.
 
-        That is what an interrupted writer left, later versions (of a run that was resumed from an
-        earlier one), and those before version ``keep``, if given. In memory, the last of their
-        files of tensors is kept aside, for the next publication to write over.
+        These are partial files of an interrupted writer, versions later than ``manifest`` (of a run
+        that was resumed from an earlier version), and versions before ``keep``, if it is given. In
+        memory, the last of their tensor files is set aside, and the next publication overwrites it.
         """
-        if self._spare is None:  # of an earlier publisher
+        if self._spare is None:  # an earlier publisher may have left one
             (self.folder / SPARE).unlink(missing_ok=True)
         for partial in self.folder.glob(".*.partial"):
             if _PARTIAL.fullmatch(partial.name):
@@ -137,13 +139,15 @@ class Publisher:
                     path.unlink(missing_ok=True)
 
     def rewrite_whole(self) -> PublicationManifest:
-        """Publish the last version again, in full, from the copy that was kept for deltas.
+        """Publish the last version again, in full, from the copy that is kept for deltas.
 
         Raises:
-            ValueError: no delta was published last.
+            ValueError: there is no such copy, because nothing was published with deltas on.
         """
         if self._sent is None:
-            raise ValueError("there is no copy of the last version, which was not a delta")
+            raise ValueError(
+                'the last version can\'t be published again: copies are kept with encoding="delta"'
+            )
         sent = self._sent
         tensors = ((n, as_tensor(sent.tensors[n], entry)) for n, entry in sent.layout.items())
         sent.manifest = self._write_full(sent.manifest.version, sent.layout, tensors)
@@ -162,7 +166,7 @@ class Publisher:
         self, tensors: Iterable[tuple[str, Tensor]], kept: dict[str, np.ndarray]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            kept[name] = raw_bytes(tensor).copy()  # the trainer changes its own
+            kept[name] = raw_bytes(tensor).copy()  # the trainer will change its tensor
             yield name, tensor
 
     def _write_full(
@@ -197,7 +201,9 @@ class Publisher:
         wire: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name not in layout or name in digests:
-                raise ValueError(f"version {version}: {name} came twice or is not in the layout")
+                raise ValueError(
+                    f"version {version}: tensor {name} came twice or is not in the layout"
+                )
             started = time.perf_counter()
             digests[name] = digest_of(tensor)
             if digests[name] == sent.manifest.tensors[name]:
@@ -206,7 +212,7 @@ class Publisher:
                 forms[name], wire[name] = _difference(sent.tensors[name], raw_bytes(tensor))
             self.encode_s += time.perf_counter() - started
         if missing := sorted(layout.keys() - digests.keys()):
-            raise ValueError(f"version {version}: not sent: {', '.join(missing[:5])}")
+            raise ValueError(f"version {version}: missing tensors: {', '.join(missing[:5])}")
         path = self.folder / f"{version:08d}.{DELTA}.safetensors"
         sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
         write_tensors(path, sizes, wire.items())
@@ -221,7 +227,7 @@ class Publisher:
         parent: PublicationManifest | None = None,
         forms: dict[str, str] | None = None,
     ) -> PublicationManifest:
-        """Write the manifest of a file of tensors: now the version is published."""
+        """Write the manifest of a tensor file, which publishes the version."""
         manifest = PublicationManifest(
             version=version,
             kind=DELTA if parent else FULL,
@@ -243,7 +249,7 @@ class Publisher:
 
 
 def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:
-    """The form in which ``new`` is sent, and its bytes; ``old`` becomes ``new``."""
+    """Return the form in which ``new`` is sent, and its bytes; overwrite ``old`` with ``new``."""
     encoded = delta.encode(old, new)
     old[:] = new
     if encoded is None:

@@ -1,4 +1,4 @@
-"""Engines that take weights, and receipts: whether each of them holds what the trainer sent."""
+"""Receipts of publications, checks that engines hold what was sent, and protocols of both sides."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -8,14 +8,15 @@ import attrs
 from primerl._common.ranks import is_first_rank, on_first_rank
 
 _IGNORED = (
-    "the trainer has tensors that the server's model has not, such as a head of its own where the "
-    "server's is tied to the embedding; start the server from a folder with the trainer's config"
+    "the trainer has tensors that the server's model does not have, such as an untied head where "
+    "the server's is tied to the embedding; start the server from a folder with the trainer's "
+    "config"
 )
 
 
 @runtime_checkable
 class Fetcher(Protocol):
-    """An engine whose replicas fetch new weights themselves, from where they are told."""
+    """Protocol of engines whose servers fetch new weights themselves, from a given location."""
 
     def load_weights(
         self,
@@ -25,65 +26,69 @@ class Fetcher(Protocol):
         timeout_s: float = ...,
         send: Callable[[], None] | None = ...,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Serve an update in every live replica; the receipt of each worker, by replica.
+        """Load an update into every live server; return the workers' receipts, by server.
 
-        ``send`` runs in the calling thread while the replicas wait for the tensors.
+        ``send`` runs in the calling thread while the servers wait for the tensors.
 
         Raises:
-            RuntimeError: a replica did not take it.
+            RuntimeError: a server did not load the update.
         """
         ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Publishes the trainer's weights."""
+    """Protocol of objects that publish the trainer's weights."""
 
     def publish(self, version: int) -> "Receipt":
-        """Put the weights of ``version`` into every engine; returns when all serve them."""
+        """Load the weights of ``version`` into every engine; return when all serve them."""
         ...
 
 
 @attrs.frozen(kw_only=True)
 class Receipt:
-    """What one ``publish`` did: the same on all ranks, except for ``replicas``."""
+    """The result of one ``publish``; the same on all ranks, except for ``servers``."""
 
     version: int
     kind: str = "full"
     """``"full"``, ``"delta"`` or ``"adapter"``."""
     digest: str | None = None
-    """Of all tensors as they were sent; None where they went to engines in memory alone."""
+    """The digest of all tensors as sent; None if engines copied them in the trainer's process."""
     tensors: int = 0
-    """Number of tensors sent; 0 where engines copied from the trainer's memory."""
+    """The number of tensors sent; 0 if engines copied them in the trainer's process."""
     bytes: int = 0
-    """Written or sent; 0 where engines copied from the trainer's memory."""
+    """The number of bytes written or sent; 0 if engines copied them in the trainer's process."""
     seconds: dict[str, float] = attrs.field(factory=dict)
-    """By phase: ``gather``, ``encode``, ``write``, ``load`` (all replicas, checks included), and
-    ``verify`` where a canary checks the engines."""
-    replicas: dict[str, list[dict[str, Any]]] = attrs.field(factory=dict)
-    """By replica, the receipt of each worker: version, digest of what its model was handed. Empty
-    on ranks other than 0."""
+    """Seconds by phase: ``gather``, ``encode``, ``write``, ``load`` (all servers, checks included),
+    and ``verify`` if a canary checks the engines."""
+    servers: dict[str, list[dict[str, Any]]] = attrs.field(factory=dict)
+    """The receipts of each server's workers, by server: among others, the version and the digest of
+    the tensors that its model was given. Empty on ranks other than 0."""
     fallback: str | None = None
-    """Why a delta was followed by the full version, if it was."""
+    """Why the full version was published after a delta; None if it was not."""
     canary: dict[str, float] = attrs.field(factory=dict)
-    """Metrics of the canary; empty where there is none."""
+    """Metrics of the canary; empty without one."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For the run's log: ``publish_s``, ``publish_bytes``, and those of the canary.
+        """Metrics for the run's log: ``publish_s``, ``publish_bytes``, and those of the canary.
 
-        The canary's are ``mismatch_kl``, for steps without fresh tokens, and ``canary_difference``,
-        the root mean square difference of logprobs in nats, both of the worst replica.
+        The canary's metrics are ``mismatch_kl``, for steps without fresh tokens, and
+        ``canary_difference``, the root mean square difference of logprobs in nats. Both are those
+        of the worst server.
         """
         publish_s = sum(self.seconds.values())
         return {"publish_s": publish_s, "publish_bytes": float(self.bytes), **self.canary}
 
 
 def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
-    """Engines belong to rank 0, and all of them, or none, sample under an adapter.
+    """Check that rank 0 alone has engines, and that they take what the transport sends.
+
+    With ``adapters``, all engines must sample under an adapter, otherwise none.
 
     Raises:
-        ValueError: rank 0 has none, or another rank has one; or an engine takes what is not sent.
+        ValueError: rank 0 has no engine, another rank has one, or an engine takes merged weights
+            where adapters are sent, or the reverse.
     """
     if is_first_rank() and not engines:
         raise ValueError("there is no engine to publish to")
@@ -92,52 +97,52 @@ def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
     names = [getattr(engine, "adapter", None) for engine in engines]
     if adapters and None in names:
         raise ValueError(
-            "an adapter is published to engines of servers that sample under one: "
+            "adapters can be published only to engines that sample under an adapter: "
             'serving.VLLMEngine(server, adapter="policy"); an engine in this process takes merged '
             "weights"
         )
     if not adapters and any(name is not None for name in names):
         raise ValueError(
-            f"the engine samples under the adapter {names[0]!r}, and takes adapters alone: publish "
-            'with weights.Adapter, or transport_to(publish="adapter")'
+            f"the engine samples under the adapter {names[0]!r}, so it takes only adapters: "
+            'publish with weights.Adapter, or transport_to(publish="adapter")'
         )
 
 
 def on_all_ranks(receipt: Receipt) -> Receipt:
-    """Rank 0's receipt, on every rank; the others get no ``replicas``."""
-    told = on_first_rank(lambda: attrs.asdict(attrs.evolve(receipt, replicas={})))
+    """Return rank 0's receipt on every rank, without ``servers`` on ranks other than 0."""
+    told = on_first_rank(lambda: attrs.asdict(attrs.evolve(receipt, servers={})))
     return receipt if is_first_rank() else Receipt(**told)
 
 
 def check_receipts(
-    replicas: Mapping[str, list[dict[str, Any]]], *, version: int, digest: str, tensors: int
+    servers: Mapping[str, list[dict[str, Any]]], *, version: int, digest: str, tensors: int
 ) -> None:
-    """Compare what every worker was handed with what the trainer holds.
+    """Compare the receipts of all workers with the tensors that the trainer sent.
 
     Raises:
-        RuntimeError: they differ; the message says which layer caught it (``version``,
-            ``coverage``, ``digest``) and where.
+        RuntimeError: a receipt differs; the message says which check failed (``version``,
+            ``coverage`` or ``digest``) and on which worker.
     """
-    faults = [] if replicas else ["coverage: no replica took the weights"]
-    for url, workers in replicas.items():
+    faults = [] if servers else ["coverage: no server took the weights"]
+    for url, workers in servers.items():
         if not workers:
             faults.append(f"coverage: no worker of {url} answered")
         for index, receipt in enumerate(workers):
             fault = _fault(receipt, version, digest, tensors)
             if fault:
                 faults.append(f"{fault} on {url} worker {index}")
-        # What one rank of a sharded model does not use, another does.
+        # A tensor that one rank of a sharded model ignores may be used by another rank.
         ignored = set.intersection(*(set(one.get("ignored", ())) for one in workers or [{}]))
         if ignored:
             faults.append(
-                f"coverage: {a_few(ignored)} is not served by {url} as it was sent: {_IGNORED}"
+                f"coverage: {a_few(ignored)} was sent to {url} but is not used there: {_IGNORED}"
             )
     if faults:
         raise RuntimeError(f"version {version} did not arrive: " + "; ".join(faults))
 
 
 def a_few(names: Collection[str]) -> str:
-    """A few of the names, and how many more there are."""
+    """Format the first three names, and the number of the others."""
     shown = sorted(names)[:3]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
@@ -145,11 +150,11 @@ def a_few(names: Collection[str]) -> str:
 
 def _fault(receipt: Mapping[str, Any], version: int, digest: str, tensors: int) -> str | None:
     if receipt.get("version") != version:
-        return f"version: still serves {receipt.get('version')}"
+        return f"version: still serves version {receipt.get('version')}"
     if unreached := receipt.get("unreached"):
-        return f"coverage: nothing reached {a_few(unreached)}"
+        return f"coverage: no tensor was loaded into {a_few(unreached)}"
     if receipt.get("tensors") != tensors:
-        return f"coverage: {receipt.get('tensors')} tensors of {tensors} were handed over"
+        return f"coverage: {receipt.get('tensors')} of {tensors} tensors were loaded"
     if receipt.get("digest") != digest:
-        return f"digest: {receipt.get('digest')} of what was handed over, not {digest}"
+        return f"digest: {receipt.get('digest')} of the loaded tensors, expected {digest}"
     return None

@@ -1,4 +1,4 @@
-"""Publishing to engines on the trainer's host, through memory."""
+"""``SharedMemory``, a transport to engines on the trainer's host, through memory."""
 
 import time
 import uuid
@@ -28,42 +28,42 @@ from primerl.weights.transports.receipts import Fetcher, Receipt, check_engines,
 
 @runtime_checkable
 class Receiver(Protocol):
-    """An engine that takes new weights while it serves."""
+    """Protocol of engines in the trainer's process that take new weights while they serve."""
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, timeout_s: float = ...
     ) -> None:
-        """Serve ``tensors`` as ``version`` from the next token on; return when it does."""
+        """Load ``tensors`` as ``version``; return once new tokens are sampled with them."""
         ...
 
 
 class SharedMemory:
-    """Publishes a model's weights to engines on the same host.
+    """A transport that publishes a model's weights to engines on the same host.
 
         transport = weights.SharedMemory(model, engine)
         receipt = transport.publish(version=1)
 
-    An engine in this process copies from the trainer's tensors in place, so nothing is staged and
-    the trainer waits for one copy. Servers (``VLLMEngine``) map a file in the host's shared memory,
-    in a private folder that is removed when this process ends. If the shared memory has no room for
-    two versions, as in many containers, that folder is on disk, among the temporary ones.
-    Parameters and saved buffers are sent (those that steer a router among them), a tensor that is
-    shared under two names once.
+    An engine in this process copies directly from the trainer's tensors, and the trainer waits for
+    the copy. Servers (``VLLMEngine``) map a file in the host's shared memory, in a private folder
+    that is removed when this process ends. If the shared memory has no room for two versions, as in
+    many containers, the folder is a temporary one on disk. Parameters and saved buffers are sent,
+    including buffers that steer a router. A tensor that is shared under two names is sent once.
 
-    A model that is sharded over ranks is gathered for each publication, so all ranks make a
+    A model that is sharded over ranks is gathered for each publication, so all ranks create a
     transport and call ``publish``. Only rank 0 has engines.
 
     Args:
-        model: the trainer's.
-        engines: that serve it, on rank 0.
-        encoding: for servers, ``"full"`` or ``"delta"``.
-        dtype: of parameters for servers, usually their own; None keeps the trainer's.
-        quantize: for servers of a quantized checkpoint: ``fp8.CheckpointQuantizer``.
-        timeout_s: how long one engine may take.
+        model: the trainer's model.
+        engines: the engines that serve the model, on rank 0.
+        encoding: ``"full"`` or ``"delta"``, for servers.
+        dtype: the dtype in which parameters are sent to servers, usually their own; None keeps the
+            trainer's.
+        quantize: ``fp8.CheckpointQuantizer``, for servers of a quantized checkpoint.
+        timeout_s: the timeout of loading a version into one engine.
 
     Raises:
-        ValueError: rank 0 has no engine, or another rank has one; or an engine in this process,
-            which copies master weights, is to get quantized ones.
+        ValueError: rank 0 has no engine, or another rank has one; or ``quantize`` is given with an
+            engine in this process, which copies master weights.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class SharedMemory:
         self._receivers = [one for one in engines if isinstance(one, Receiver)]
         if quantize is not None and self._receivers:
             raise ValueError(
-                "an engine in this process copies the trainer's master weights, and no quantized "
-                "ones: convert its model as the trainer's (fp8.convert_linears), and leave "
+                "an engine in this process copies the trainer's master weights, not quantized "
+                "ones: convert its model like the trainer's (fp8.convert_linears), and leave "
                 "quantize out"
             )
         servers = [one for one in engines if not isinstance(one, Receiver)]
@@ -89,12 +89,14 @@ class SharedMemory:
         folder = None
         if servers:
             size = _sent_bytes(model, dtype, quantize)
-            # Servers read a version until they have the next. Of deltas, they keep a copy as well.
+            # Servers read a version until they have the next one. With deltas, the host also keeps
+            # a copy of the tensors.
             versions = 4 if encoding == "delta" else 2
             place = SharedFolder(f"publications-{uuid.uuid4().hex}", room=versions * size)
             weakref.finalize(self, place.close)
             folder = place.path
-        self._disk: Disk | None = None  # rank 0 may have no servers; the others help to gather
+        # None only on rank 0 without servers. Other ranks always take part in gathering.
+        self._disk: Disk | None = None
         if servers or not is_first_rank():
             self._disk = Disk(
                 model,
@@ -107,16 +109,16 @@ class SharedMemory:
             )
 
     def publish(self, version: int) -> Receipt:
-        """Put the weights of ``version`` into every engine; returns when all serve them.
+        """Load the weights of ``version`` into every engine; return when all serve them.
 
         Raises:
-            RuntimeError: an engine did not take them in time, or not as they were sent; the
-                message says what was caught, and where.
+            RuntimeError: an engine did not load the weights in time, or loaded others than were
+                sent; the message says which check failed, and where.
         """
         here, served = on_first_rank(lambda: [bool(self._receivers), self._disk is not None])
         receipt = Receipt(version=version)
         if served:
-            assert self._disk is not None, "each rank but 0 has one"
+            assert self._disk is not None, "only rank 0 may have none"
             receipt = self._disk.publish(version)
         if here:
             copying, before = self._copy(version), receipt.seconds
@@ -128,7 +130,7 @@ class SharedMemory:
         return on_all_ranks(receipt)
 
     def _copy(self, version: int) -> dict[str, float]:
-        """Have engines in this process copy; the seconds by phase."""
+        """Have engines in this process copy the weights; return the seconds by phase."""
         started = time.perf_counter()
         gathered = whole_tensors(self._model)
         seconds: dict[str, float] = {}
@@ -147,7 +149,7 @@ class SharedMemory:
 
 
 def _sent_bytes(model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None) -> int:
-    """About the bytes of a version, of which quantized ones have a scale for 16 bytes or more."""
+    """Estimate the bytes of a version; quantized parameters have a scale per 16 or more bytes."""
     dtypes = wire_dtypes(model, dtype, quantize)
     quantized = set() if quantize is None else quantize.parameters
     return sum(

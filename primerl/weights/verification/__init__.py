@@ -1,1 +1,1 @@
-"""Whether engines compute with what was published: tensors in use, scores, a wiring test."""
+"""Verification that engines compute with the published weights: the canary and wiring test."""

@@ -1,4 +1,4 @@
-"""Fixed sequences that tell whether an engine computes with the weights that it was sent."""
+"""``Canary``, which checks that engines compute with the weights that they were sent."""
 
 import logging
 import math
@@ -22,28 +22,28 @@ from primerl.weights.verification.scoring import (
     trainer_logprobs,
 )
 from primerl.weights.verification.served_tensors import (
-    Comparison,
     Reading,
+    TensorComparison,
     WeightReader,
     compare,
     from_builtins,
 )
 from primerl.weights.verification.verdicts import (
     NOISE_BOUND,
-    ReplicaChecks,
-    ReplicaVerdict,
+    ServerChecks,
+    ServerVerdict,
     observations,
 )
 
-LENGTH = 288  # more than two blocks of 128 tokens, the longest of vLLM's prefix cache
-OTHER_TEMPERATURE = 2.0  # at which logprobs that leave temperature out are far off
+LENGTH = 288  # more than two blocks of vLLM's prefix cache, which have at most 128 tokens
+OTHER_TEMPERATURE = 2.0  # logprobs that ignore this temperature are far off
 
 log = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
 class CanaryVerdict:
-    """Whether every replica computes with the weights of ``version``, and why not."""
+    """The canary's verdict: whether every server computes with the weights of ``version``."""
 
     version: int
     passed: bool
@@ -51,18 +51,18 @@ class CanaryVerdict:
     tolerance: float
     """The largest root mean square difference that passes, in nats."""
     mismatch_kl: float
-    """Mean of ``r - 1 - log r`` over the sequences, r trainer over engine, of the worst replica."""
-    replicas: tuple[ReplicaVerdict, ...]
+    """Mean of ``r - 1 - log r`` over the sequences, r trainer over engine, of the worst server."""
+    servers: tuple[ServerVerdict, ...]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """``mismatch_kl`` and ``canary_difference``, in nats, of the worst replica."""
-        difference = max(one.difference for one in self.replicas)
+        """``mismatch_kl`` and ``canary_difference`` of the worst server, in nats."""
+        difference = max(one.difference for one in self.servers)
         return {"mismatch_kl": self.mismatch_kl, "canary_difference": difference}
 
 
 class Canary:
-    """Compares engines with the trainer on fixed sequences, after each publication.
+    """A check, after each publication, that compares an engine with the trainer.
 
         canary = weights.Canary(model, engine)
         canary.check(version=0)  # calibrates; raises if the engine does not hold these weights
@@ -72,51 +72,55 @@ class Canary:
         if not verdict.passed:
             raise RuntimeError(verdict.reason)
 
-    Each check reads the tensors that every replica computes with, has it score the sequences
-    and continue them; the trainer scores the same tokens by a forward pass. A replica passes when
+    Each check reads digests of the tensors that every server computes with, and has the server
+    score and continue fixed sequences. The trainer scores the same tokens by a forward pass. A
+    server passes if
 
-    - each tensor that the engine reports is the trainer's, bit for bit (see ``served_tensors``);
-    - the scores differ by no more than the tolerance: 3 times the noise, which is the median of the
-      last 16 checks that passed;
-    - the mean difference has not shifted since the last of these by 8 of its standard errors;
-    - the sampled tokens' logprobs are those of their temperature, within 3 times the noise (6 in 16
-      bits). They read the prefix cache, which scores do not, so the sequences are longer than its
-      blocks and always the same;
-    - and it *moved*: of the change that the trainer predicts since an earlier check, more than half
-      was seen. That is a projection over all tokens, so it can be conclusive where the noise of
-      each is larger than the change; where its standard error is above 0.2, or the prediction is
-      not well above the trainer's own rounding, nothing is concluded.
+    - each tensor that the server reports equals the trainer's, bit for bit (see
+      ``served_tensors``);
+    - the scores differ by no more than the tolerance, which is 3 times the noise. The noise is the
+      median difference of the last 16 checks that passed;
+    - since the last passed check, the mean difference has not shifted by more than 8 of its
+      standard errors;
+    - the sampled tokens' logprobs are those at their temperature, within 3 times the noise (6 times
+      in 16 bits). Sampling uses the prefix cache and scoring does not. Therefore the sequences are
+      longer than the cache's blocks and always the same;
+    - its scores *moved*: more than half of the change since an earlier check that the trainer
+      predicts was seen. This is a projection over all tokens, so it can be conclusive even if each
+      token's noise is larger than its change. Nothing is concluded if the standard error is above
+      0.2, or the predicted change is not well above the trainer's own rounding error.
 
-    With an engine that samples under an adapter, the tensors are those of the base model, which are
-    compared until they were right once: nobody trains them. The adapter's own are in the receipt of
-    each publication, and the scores see both.
+    If the engine samples under an adapter, the compared tensors are those of the base model. They
+    are compared until they were right once, because they are not trained. The adapter's own tensors
+    are checked by the receipt of each publication. The scores depend on both.
 
-    In 16 bits, where all tensors were the trainer's bit for bit, the tolerance and the most that
-    one token may differ are doubled, and nothing is concluded from movement: there the scores watch
-    for gross faults alone.
+    In 16 bits, if all tensors equal the trainer's bit for bit, the scores only need to show gross
+    faults: the tolerance and the largest difference of one token are doubled, and nothing is
+    concluded from movement.
 
-    All ranks make a canary and call ``check``, since the forward pass of a sharded model is a
-    collective; rank 0 alone has an engine, and all get its verdict. docs/verification.md says what
-    is caught at which precision.
+    All ranks create a canary and call ``check``, because the forward pass of a sharded model is a
+    collective. Only rank 0 has an engine, and all ranks get its verdict. docs/verification.md lists
+    which faults are caught at which precision.
 
     Args:
-        model: the trainer's, a causal language model that returns ``logits``.
-        engine: with ``probe``; on rank 0.
-        count: of the sequences, which are random.
-        length: of each of them, in tokens: more than two blocks of the engine's prefix cache.
-        new_tokens: with which the engine continues each.
-        temperature: of the rollouts, at which the first sequence is continued; the others are
-            continued at 2, where logprobs that ignore temperature are far off.
-        compare_tensors: whether to compare tensors, with engines that have ``read_weights``. False
-            for a model whose tensors the engine rearranges in an unknown way (the error names
+        model: the trainer's model, a causal language model that returns ``logits``.
+        engine: an engine with ``probe``, on rank 0; None on the other ranks.
+        count: the number of sequences, which are random.
+        length: the number of tokens per sequence, more than two blocks of the engine's prefix
+            cache.
+        new_tokens: the number of tokens with which the engine continues each sequence.
+        temperature: the sampling temperature of rollouts, at which the first sequence is continued.
+            The others are continued at 2, where logprobs that ignore the temperature are far off.
+        compare_tensors: whether to compare tensors, with engines that have ``read_weights``. Pass
+            False for a model whose tensors the engine rearranges in an unknown way (the error names
             them).
-        dtype: that the *engine* computes in. The first check must find a root mean square
-            difference of at most 1e-4 nats in float32 and 0.3 in bfloat16 and float16: more is
-            not noise.
-        tolerance: in nats, instead of the calibrated one; also of the first check.
-        quantize: what the transport quantizes with; the tensors that engines read are compared with
-            its, bit for bit.
-        timeout_s: of one probe; a busy engine finishes a request first.
+        dtype: the dtype that the *engine* computes in. It bounds the root mean square difference of
+            the first check: 1e-4 nats in float32, and 0.3 nats in bfloat16 and float16. More is not
+            noise.
+        tolerance: a tolerance in nats that replaces the calibrated one, also in the first check.
+        quantize: the transport's quantizer. The engine's tensors are compared with the quantized
+            ones, bit for bit.
+        timeout_s: the timeout of one probe, which includes the engine's current work.
 
     Raises:
         ValueError: rank 0 has no engine or another rank has one, a number is out of range, or
@@ -139,7 +143,7 @@ class Canary:
         timeout_s: float = 600.0,
     ) -> None:
         if is_first_rank() != (engine is not None):
-            raise ValueError("rank 0 alone probes the engine: pass it there, and None elsewhere")
+            raise ValueError("pass the engine on rank 0 and engine=None on all other ranks")
         if count < 1 or length < 2 or new_tokens < 1:
             raise ValueError(
                 f"count={count}, length={length}, new_tokens={new_tokens}: expected at least "
@@ -148,7 +152,7 @@ class Canary:
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature is {temperature}, expected a positive number")
         if tolerance is None and dtype not in NOISE_BOUND:
-            raise ValueError(f"the noise of {dtype} is not known; pass tolerance= in nats")
+            raise ValueError(f"the canary does not know the noise of {dtype}; pass tolerance=")
         if tolerance is not None and not 0 < tolerance < math.inf:
             raise ValueError(f"tolerance is {tolerance}, expected a positive number of nats")
         rows = sequences_for(model, count=count, length=length)
@@ -164,23 +168,24 @@ class Canary:
         self._names: list[str] | None = None
         self._has_read = self._has_warned = False
         self._reads = compare_tensors and isinstance(engine, WeightReader)
-        self._checks = ReplicaChecks(dtype=dtype, tolerance=tolerance)
+        self._checks = ServerChecks(dtype=dtype, tolerance=tolerance)
         self._rounding: float | None = None
-        self._base: dict[str, Comparison] = {}
-        """Of the base model under an adapter, which neither side changes once it was right."""
+        self._base: dict[str, TensorComparison] = {}
+        """The comparison of the base model under an adapter, kept once its tensors were right."""
 
     @property
     def tolerance(self) -> float | None:
-        """The largest root mean square difference that passes, in nats; None before a check."""
+        """The largest root mean square difference that passes, in nats; None before it is known."""
         return self._checks.tolerance
 
     def check(self, version: int) -> CanaryVerdict:
-        """Compare every replica with the trainer, whose weights were published as ``version``.
+        """Compare every server with the trainer, whose weights were published as ``version``.
 
         Raises:
-            RuntimeError: this is the first check, and the difference is too large to be noise; or
-                the engine could not be probed.
-            ValueError: the engine refuses the sequences, on rank 0; the others raise RuntimeError.
+            RuntimeError: the difference at the first check is too large to be noise, or the engine
+                could not be probed.
+            ValueError: on rank 0, the engine refuses the sequences; other ranks then raise
+                RuntimeError.
         """
         if self._rounding is None:
             self._rounding = rounding_noise(self.model, self.sequences[0])
@@ -196,22 +201,22 @@ class Canary:
         return verdict
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-        """Each replica's logprobs of all tokens but the first of each sequence, on every rank."""
+        """Return each server's logprobs, without each sequence's first token, on every rank."""
         engine = self._engine
 
         def ask() -> dict[str, list[float]]:
             assert engine is not None
             found: dict[str, list[float]] = {}
             for row in probed(engine, sequences, new_tokens=1, timeout_s=self._timeout_s):
-                found.setdefault(row["replica"], []).extend(row["scores"][1:])
+                found.setdefault(row["server"], []).extend(row["scores"][1:])
             return found
 
         return {name: np.array(values) for name, values in on_first_rank(ask).items()}
 
-    def _compared(self, version: int) -> dict[str, Comparison]:
-        """The tensors of each replica against the trainer's; empty where none can be read.
+    def _compared(self, version: int) -> dict[str, TensorComparison]:
+        """Compare the tensors of each server with the trainer's; empty if none can be read.
 
-        All ranks gather; rank 0 compares.
+        All ranks take part in gathering the trainer's tensors, and rank 0 compares.
         """
         readings: dict[str, list[Reading]] = {}
         merged = getattr(self._engine, "adapter", None) is None
@@ -243,12 +248,12 @@ class Canary:
                 raise
             if not self._has_warned:
                 log.warning(
-                    "the engine's tensors can't be read, so scores alone are compared: %s", error
+                    "the engine's tensors can't be read, so only scores are compared: %s", error
                 )
             self._has_warned = True
-            return {}  # the next version's are tried again: a server may have been busy
+            return {}  # the next check tries again, because a server may only have been busy
         self._has_read = True
-        return {replica: from_builtins(rows) for replica, rows in answers.items()}
+        return {server: from_builtins(rows) for server, rows in answers.items()}
 
     def _probe(self) -> list[dict[str, Any]]:
         assert self._engine is not None
@@ -265,15 +270,15 @@ class Canary:
         version: int,
         rows: list[dict[str, Any]],
         expected: list[np.ndarray],
-        compared: dict[str, Comparison],
+        compared: dict[str, TensorComparison],
     ) -> dict[str, Any]:
-        """The verdict as builtins, for every rank; rank 0 keeps the history."""
+        """Return the verdict as built-in types, to send to every rank; rank 0 keeps the history."""
         assert self._rounding is not None
-        replicas = len(rows) // len(self.sequences)
-        observed = observations(rows, expected, [len(one) for one in self.sequences] * replicas)
+        servers = len(rows) // len(self.sequences)
+        observed = observations(rows, expected, [len(one) for one in self.sequences] * servers)
         found = self._checks.verdicts(observed, compared, rounding=self._rounding)
         bad = [one for one in found if not one.passed]
-        reasons = "; ".join(f"{one.replica}: {one.reason}" for one in (bad or found))
+        reasons = "; ".join(f"{one.server}: {one.reason}" for one in (bad or found))
         assert self._checks.tolerance is not None
         verdict = CanaryVerdict(
             version=int(version),
@@ -281,7 +286,7 @@ class Canary:
             reason=f"version {version} {'failed' if bad else 'passed'} the canary: {reasons}",
             tolerance=float(self._checks.tolerance),
             mismatch_kl=max(mismatch_kl(-one.differences) for one in observed.values()),
-            replicas=tuple(found),
+            servers=tuple(found),
         )
         content: dict[str, Any] = attrs.asdict(verdict)
         return content

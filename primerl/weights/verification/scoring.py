@@ -1,4 +1,4 @@
-"""Logprobs of fixed sequences, by engines and by the trainer, and how far they have moved."""
+"""Logprobs of fixed sequences, by engines and by the trainer, and measures of their change."""
 
 import contextlib
 import math
@@ -12,15 +12,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-BATCH = 4  # rows in a forward pass, all of one length
+BATCH = 4  # rows in a forward pass, all of the same length
 CHUNK = 256  # rows of logits that are normalized at once
 
 
 def sequences_for(model: nn.Module, *, count: int, length: int) -> list[list[int]]:
-    """Fixed sequences of random tokens, from the middle of the vocabulary.
+    """Return fixed sequences of random tokens from the middle of the vocabulary.
 
-    Special tokens and placeholders for images lie at its ends. Random tokens need no tokenizer and
-    move with the weights as much as text does (measured in docs/verification.md).
+    The ends of the vocabulary, which have special tokens and placeholders for images, are left out.
+    Random tokens need no tokenizer, and their logprobs change with the weights as much as those of
+    text (measured in docs/verification.md).
     """
     config: Mapping[str, Any] | Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -33,12 +34,12 @@ def sequences_for(model: nn.Module, *, count: int, length: int) -> list[list[int
     return rows
 
 
-# ---- engines' ----
+# ---- logprobs of engines ----
 
 
 @runtime_checkable
 class Prober(Protocol):
-    """An engine that scores fixed sequences, on each of its replicas."""
+    """Protocol of engines that score and continue fixed sequences, on each of their servers."""
 
     def probe(
         self,
@@ -48,10 +49,13 @@ class Prober(Protocol):
         temperatures: Sequence[float] = ...,
         timeout_s: float = ...,
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """For each replica by name, for each sequence: ``scores[t]``, the logprob of each token
-        given those before it (the first is 0), at temperature 1; and the ``token_ids[n]`` with
-        which it is continued, and their ``logprobs[n]``, sampled at the temperature of the sequence
-        as rollouts are, and of the distribution that was sampled.
+        """Score and continue each sequence on each server.
+
+        Returns:
+            By server, one mapping per sequence: ``scores[t]``, the logprob of each token given
+            those before it, at temperature 1 (the first is 0); the continuation's
+            ``token_ids[n]``, sampled as in rollouts, at the sequence's temperature; and their
+            ``logprobs[n]`` in the sampled distribution.
         """
         ...
 
@@ -64,10 +68,12 @@ def probed(
     temperatures: Sequence[float] | None = None,
     timeout_s: float,
 ) -> list[dict[str, Any]]:
-    """One row for each replica and sequence, as builtins; the tokens are those of both parts.
+    """Probe an engine; return one row per server and sequence, of built-in types.
+
+    ``token_ids`` of a row are the sequence and its continuation.
 
     Raises:
-        RuntimeError: an answer is malformed, or the engine has no replica.
+        RuntimeError: an answer is malformed, or the engine has no servers.
     """
     if temperatures is None:
         temperatures = [1.0] * len(sequences)
@@ -75,21 +81,21 @@ def probed(
         sequences, max_new_tokens=new_tokens, temperatures=temperatures, timeout_s=timeout_s
     )
     if not answer:
-        raise RuntimeError("the engine has no replica to probe")
+        raise RuntimeError("the engine has no server to probe")
     rows = []
-    for replica, results in answer.items():
+    for server, results in answer.items():
         for sequence, temperature, result in zip(sequences, temperatures, results, strict=True):
             more = [int(token) for token in result["token_ids"]]
             logprobs = [float(one) for one in result["logprobs"]]
             scores = [float(one) for one in result["scores"]]
             if len(scores) != len(sequence) or len(logprobs) != len(more):
                 raise RuntimeError(
-                    f"{replica} gave {len(scores)} scores for {len(sequence)} tokens and "
-                    f"{len(logprobs)} logprobs for {len(more)} new ones"
+                    f"{server} returned {len(scores)} scores for {len(sequence)} tokens and "
+                    f"{len(logprobs)} logprobs for {len(more)} sampled tokens"
                 )
             rows.append(
                 {
-                    "replica": replica,
+                    "server": server,
                     "token_ids": [*sequence, *more],
                     "scores": scores,
                     "logprobs": logprobs,
@@ -99,12 +105,12 @@ def probed(
     return rows
 
 
-# ---- the trainer's ----
+# ---- logprobs of the trainer ----
 
 
 @attrs.frozen
 class _Row:
-    """Tokens, the last ``sampled`` of which are scored at ``temperature``, the others at 1."""
+    """Tokens to score: the last ``sampled`` ones at ``temperature``, the others at 1."""
 
     token_ids: tuple[int, ...]
     sampled: int = 0
@@ -112,7 +118,7 @@ class _Row:
 
     @property
     def temperatures(self) -> list[float]:
-        """Of the distribution *after* each token."""
+        """The temperature of the distribution *after* each token."""
         plain = len(self.token_ids) - self.sampled - 1
         return [1.0] * plain + [self.temperature] * (self.sampled + 1)
 
@@ -124,24 +130,26 @@ def trainer_logprobs(
     sampled: Sequence[tuple[int, float]] | None = None,
     first_position: int = 0,
 ) -> list[Float[np.ndarray, " t"]]:
-    """The logprob of each token given those before it, by a plain forward pass in eval mode.
+    """Compute the logprob of each token given those before it, by a forward pass in eval mode.
 
-    One array of float64 for each row; its first entry is 0. All ranks of a sharded model call this.
-    The model's mode, gradients and weights are left as they were.
+    All ranks of a sharded model call this. The model's mode, gradients and weights don't change.
 
     Args:
         model: a causal language model that returns ``logits``.
-        rows: token ids.
-        sampled: for each row, how many of its last tokens were sampled, and at which temperature;
-            the others are scored at 1.
-        first_position: of each row.
+        rows: sequences of token ids.
+        sampled: for each row, the number of sampled tokens at its end, and their temperature; the
+            other tokens are scored at temperature 1.
+        first_position: the position id of each row's first token.
+
+    Returns:
+        float64[t] for each row; its first entry is 0.
     """
     keys = [
         _Row(tuple(row), *tail)
         for row, tail in zip(rows, sampled or [(0, 1.0)] * len(rows), strict=True)
     ]
     by_length: dict[int, list[_Row]] = {}
-    for key in dict.fromkeys(keys):  # replicas often agree
+    for key in dict.fromkeys(keys):  # servers often sample the same tokens
         by_length.setdefault(len(key.token_ids), []).append(key)
     scored: dict[_Row, np.ndarray] = {}
     with torch.no_grad(), evaluating(model):
@@ -153,11 +161,10 @@ def trainer_logprobs(
 
 
 def rounding_noise(model: nn.Module, row: Sequence[int]) -> float:
-    """The root mean square, in nats, of what rounding adds to the trainer's own logprobs.
+    """Measure the root mean square rounding error of the trainer's own logprobs, in nats.
 
-    Measured by a shift of all positions, under which rotary embeddings are the same but for
-    rounding. A model with other positional embeddings gives a large number, which only delays
-    conclusions.
+    All positions are shifted by 1, which changes the results of rotary embeddings only by rounding.
+    For models with other positional embeddings the result is large, which only delays conclusions.
     """
     here, shifted = (trainer_logprobs(model, [row], first_position=first)[0] for first in (0, 1))
     return rms(shifted[1:] - here[1:])
@@ -174,7 +181,7 @@ def _logprobs(
     logits: Tensor = model(
         input_ids=token_ids, position_ids=position_ids, use_cache=False
     ).logits.flatten(0, 1)
-    following = token_ids.roll(-1, 1).flatten()  # the last position's is no token of the row
+    following = token_ids.roll(-1, 1).flatten()  # wraps at the last position, cut off below
     parts = [
         (part.float() / warmth[:, None]).log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         for part, warmth, chosen in zip(
@@ -190,7 +197,7 @@ def _logprobs(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the body; afterwards every module is in its own mode again."""
+    """Set eval mode for the body, and restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -198,24 +205,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-        # Weights that a forward pass gathered would hide a change of the sharded ones.
+        # Gathered weights that the forward pass left would hide later changes of the shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-# ---- how far they have moved ----
+# ---- changes of logprobs ----
 
 
 def movement(
     predicted: Float[np.ndarray, " t"], observed: Float[np.ndarray, " t"]
 ) -> tuple[float, float]:
-    """How much of the ``predicted`` change was ``observed``, and the standard error of that.
+    """Estimate the share of the ``predicted`` change that was ``observed``.
 
-    ``m = <e, d> / <d, d>`` with d predicted and e observed: 1 where all of it was, 0 where none.
-    ``sqrt(sum(d^2 (e - m d)^2)) / <d, d>`` is its error, whatever the noise of each token (White,
-    "A Heteroskedasticity-Consistent Covariance Matrix Estimator", 1980). Infinite where nothing was
-    predicted.
+    Returns:
+        The share ``m = <e, d> / <d, d>`` with d predicted and e observed, which is 1 if all of the
+        change was observed and 0 if none; and its standard error
+        ``sqrt(sum(d^2 (e - m d)^2)) / <d, d>``, which allows for noise that differs by token
+        (White, "A Heteroskedasticity-Consistent Covariance Matrix Estimator", 1980). If no change
+        was predicted, the share is NaN and the error infinite.
     """
     power = float(predicted @ predicted)
     if not power > 0 or not math.isfinite(power):
@@ -226,10 +235,10 @@ def movement(
 
 
 def rms(values: Float[np.ndarray, " t"]) -> float:
-    """The root of the mean square."""
+    """Return the root mean square."""
     return float(np.sqrt(np.square(values).mean()))
 
 
 def mismatch_kl(log_ratios: Float[np.ndarray, " t"]) -> float:
-    """The mean of ``r - 1 - log r``: what ``loss.mismatch_kl`` is to trained tokens."""
+    """Return the mean of ``r - 1 - log r``, as ``loss.mismatch_kl`` does for trained tokens."""
     return float(np.mean(np.expm1(log_ratios) - log_ratios))

@@ -1,9 +1,9 @@
-"""The tensors that an engine computes with, compared with the trainer's.
+"""TensorComparison of the tensors that an engine computes with and the trainer's, by digests.
 
-An engine answers with *readings*: digests of the tensors that it computes with, each with the part
-of the published tensor that it should equal. The trainer computes the same digest of its own
-tensor. So the comparison is bit for bit, at any learning rate and precision, however the engine
-stores it.
+An engine returns *readings*: digests of the tensors that it computes with, each with the part of a
+published tensor that it should equal. The trainer computes the digest of the same part of its own
+tensor. Therefore the comparison is bit for bit, at any learning rate and precision, however the
+engine stores its tensors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,23 +18,26 @@ from primerl._common.checkpoint_tensors import SCALES
 from primerl._common.digests import content_of, digest_of, digest_of_contents
 
 BYTES = "bytes"
-"""The digest is of the elements in row-major order."""
+"""Kind of a digest of the elements in row-major order."""
 CONTENT = "content"
-"""The digest is of the elements in any order: where an engine has rearranged them."""
+"""Kind of a digest that ignores the elements' order, for tensors that an engine rearranges."""
 
 Slice = tuple[int, int, int]
 
 
 @attrs.frozen(kw_only=True)
-class Part:
-    """A rectangle of a published tensor: ``tensor[rows][..., columns]``; None for all of them."""
+class TensorSlice:
+    """A rectangle of a published tensor: ``tensor[rows][..., columns]``.
+
+    None stands for all rows, or all columns.
+    """
 
     name: str
     rows: Slice | None = None
     columns: Slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of the tensor called ``name``."""
+        """Return this part of ``tensor``, which is the one called ``name``."""
         if self.rows is not None:
             tensor = tensor[slice(*self.rows)]
         if self.columns is not None:
@@ -44,62 +47,65 @@ class Part:
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """A digest of what an engine computes with in place of ``parts``, several if it merged them."""
+    """The digest of a tensor that an engine computes with in place of published ones.
 
-    parts: tuple[Part, ...]
+    ``parts`` are the published parts that form the tensor; several if the engine merged them.
+    """
+
+    parts: tuple[TensorSlice, ...]
     kind: str
-    """``BYTES``, of a single part, or ``CONTENT``."""
+    """``BYTES`` (for a single part) or ``CONTENT``."""
     dtype: str
-    """That the engine holds it in, such as ``"bfloat16"``."""
+    """The dtype of the engine's tensor, such as ``"bfloat16"``."""
     digest: str
 
 
 @runtime_checkable
 class WeightReader(Protocol):
-    """An engine that reports the tensors that it computes with."""
+    """Protocol of engines that report digests of the tensors that they compute with."""
 
     def read_weights(
         self, names: Sequence[str], *, turn: int = ..., timeout_s: float = ...
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """For each replica by name, its readings of the published tensors ``names``."""
+        """Return each server's readings of the published tensors ``names``, by server."""
         ...
 
 
 @attrs.frozen(kw_only=True)
-class Comparison:
-    """How the tensors of one replica compare with the published ones."""
+class TensorComparison:
+    """The result of comparing one server's tensors with the published ones."""
 
     published: int
-    """Tensors that the trainer has."""
+    """The number of published tensors."""
     compared: int
-    """Tensors of which at least a part was compared."""
+    """The number of tensors of which at least a part was compared."""
     wrong: tuple[str, ...]
-    """Those that differ."""
+    """The names of the tensors that differ."""
 
 
-def reading_of(tensor: Tensor, part: Part) -> Reading:
-    """The reading of a tensor that is ``part``, element by element."""
+def reading_of(tensor: Tensor, part: TensorSlice) -> Reading:
+    """Return the reading of a tensor that should equal ``part``, element by element."""
     found = digest_of(tensor)
     return Reading(parts=(part,), kind=BYTES, dtype=found.dtype, digest=found.digest)
 
 
-def rearranged_reading(tensor: Tensor, parts: Sequence[Part]) -> Reading:
-    """The reading of a tensor that holds the elements of ``parts`` in another order."""
+def rearranged_reading(tensor: Tensor, parts: Sequence[TensorSlice]) -> Reading:
+    """Return the reading of a tensor that has the elements of ``parts`` in another order."""
     digest = digest_of_contents([content_of(tensor)])
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Reading(parts=tuple(parts), kind=CONTENT, dtype=dtype, digest=digest)
 
 
 def as_builtins(readings: Iterable[Reading]) -> list[dict[str, Any]]:
-    """Readings in JSON's types."""
+    """Convert readings to built-in types, for JSON."""
     return [attrs.asdict(one) for one in readings]
 
 
 def from_builtins(rows: Iterable[Mapping[str, Any]]) -> list[Reading]:
-    """The readings that ``as_builtins`` encoded.
+    """Decode the readings that ``as_builtins`` encoded.
 
     Raises:
-        RuntimeError: they are malformed.
+        RuntimeError: the readings are malformed.
     """
     try:
         readings = msgspec.convert(list(rows), list[Reading])
@@ -114,40 +120,43 @@ def from_builtins(rows: Iterable[Mapping[str, Any]]) -> list[Reading]:
 
 def compare(
     tensors: Iterable[tuple[str, Tensor]],
-    replicas: Mapping[str, Sequence[Reading]],
+    servers: Mapping[str, Sequence[Reading]],
     *,
     wire: torch.dtype,
-) -> dict[str, Comparison]:
-    """Compare each replica's readings with all tensors that were published.
+) -> dict[str, TensorComparison]:
+    """Compare each server's readings with all published tensors.
 
     Args:
-        tensors: of the trainer, by the names and in the shapes of the checkpoint.
-        replicas: the readings of each.
-        wire: the dtype that parameters may have been rounded to when they were sent; the scales of
-            quantized ones may not.
+        tensors: the trainer's tensors, by the names and in the shapes of the checkpoint.
+        servers: the readings of each server.
+        wire: the dtype to which parameters may have been rounded when they were sent. Scales of
+            quantized parameters are never rounded.
+
+    Returns:
+        The comparison of each server's tensors, by server.
     """
-    wanted: dict[str, list[tuple[str, Reading, Part]]] = {}
-    for replica, readings in replicas.items():
+    wanted: dict[str, list[tuple[str, Reading, TensorSlice]]] = {}
+    for server, readings in servers.items():
         for reading in readings:
             for part in reading.parts:
-                wanted.setdefault(part.name, []).append((replica, reading, part))
-    wrong: dict[str, set[str]] = {replica: set() for replica in replicas}
-    compared: dict[str, set[str]] = {replica: set() for replica in replicas}
+                wanted.setdefault(part.name, []).append((server, reading, part))
+    wrong: dict[str, set[str]] = {server: set() for server in servers}
+    compared: dict[str, set[str]] = {server: set() for server in servers}
     gathered: dict[tuple[str, int], list[Tensor]] = {}  # the parts of a rearranged tensor so far
     published = 0
     for name, tensor in tensors:
         published += 1
         rounded = None if name.endswith(SCALES) else wire
-        known: dict[tuple[str, Part], set[str]] = {}  # replicas ask for the same
-        for replica, reading, part in wanted.get(name, ()):
-            compared[replica].add(name)
+        known: dict[tuple[str, TensorSlice], set[str]] = {}  # servers often have the same parts
+        for server, reading, part in wanted.get(name, ()):
+            compared[server].add(name)
             own = part.of(tensor.detach())
             if reading.kind == CONTENT:
-                parts = gathered.setdefault((replica, id(reading)), [])
+                parts = gathered.setdefault((server, id(reading)), [])
                 parts.append(own)
                 if len(parts) < len(reading.parts):
                     continue
-                del gathered[replica, id(reading)]
+                del gathered[server, id(reading)]
                 right = reading.digest in _content_digests(parts, reading.dtype, rounded)
             else:
                 key = (reading.dtype, part)
@@ -157,22 +166,22 @@ def compare(
                     }
                 right = reading.digest in known[key]
             if not right:
-                wrong[replica] |= {one.name for one in reading.parts}
-    for replica, identity in gathered:  # a part of it was never published
-        unfinished = next(one for one in replicas[replica] if id(one) == identity)
-        wrong[replica] |= {one.name for one in unfinished.parts}
+                wrong[server] |= {one.name for one in reading.parts}
+    for server, identity in gathered:  # a part of this reading's tensor was never published
+        unfinished = next(one for one in servers[server] if id(one) == identity)
+        wrong[server] |= {one.name for one in unfinished.parts}
     return {
-        replica: Comparison(
+        server: TensorComparison(
             published=published,
-            compared=len(compared[replica]),
-            wrong=tuple(sorted(wrong[replica])),
+            compared=len(compared[server]),
+            wrong=tuple(sorted(wrong[server])),
         )
-        for replica in replicas
+        for server in servers
     }
 
 
 def _held(own: Tensor, dtype: str, wire: torch.dtype | None) -> list[Tensor]:
-    """What an engine may hold of the trainer's tensor in ``dtype``: rounded when sent, or not."""
+    """Return the values that an engine may hold in ``dtype``: rounded when sent, or not."""
     held = [own.to(getattr(torch, dtype))]
     if wire is not None and own.is_floating_point() and wire.itemsize < held[0].dtype.itemsize:
         held.append(own.to(wire).to(held[0].dtype))
@@ -180,6 +189,6 @@ def _held(own: Tensor, dtype: str, wire: torch.dtype | None) -> list[Tensor]:
 
 
 def _content_digests(parts: Sequence[Tensor], dtype: str, wire: torch.dtype | None) -> set[str]:
-    """The digests that a tensor merged of ``parts`` may have."""
+    """Return the digests that a tensor merged from ``parts`` may have."""
     ways = zip(*(_held(one, dtype, wire) for one in parts), strict=True)
     return {digest_of_contents([content_of(one) for one in way]) for way in ways}

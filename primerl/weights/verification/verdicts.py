@@ -1,4 +1,4 @@
-"""What the canary concludes from the answers of a replica."""
+"""The canary's verdict on each server, from its logprobs and tensor digests."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,67 +11,73 @@ import torch
 
 from primerl.weights.transports.receipts import a_few
 from primerl.weights.verification.scoring import movement, rms
-from primerl.weights.verification.served_tensors import Comparison
+from primerl.weights.verification.served_tensors import TensorComparison
 
 NOISE_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.3}
 NOISE_LEAST = {torch.float32: 3e-6, torch.bfloat16: 3e-3, torch.float16: 3e-3}
-ABOVE_NOISE = 3.0  # times the noise: the tolerance
-# In 16 bits, near ties of a router are sometimes decided differently, which changes whole tokens.
+ABOVE_NOISE = 3.0  # tolerance over noise
+# The same for sampled tokens. In 16 bits, near ties of a router are sometimes decided differently,
+# which changes whole tokens.
 ENDS_ABOVE_NOISE = {torch.float32: 3.0, torch.bfloat16: 6.0, torch.float16: 6.0}
-RELAXED = 2.0  # of the tolerance in 16 bits where all bytes match: for gross faults alone
-PEAK = 24.0  # times the noise: the most that a single token may differ
-SHIFT = 8.0  # standard errors of a mean that is not noise
+# Factor of the tolerance in 16 bits if all tensors match bit for bit: then the logprobs only need
+# to show gross faults.
+RELAXED = 2.0
+PEAK = 24.0  # the largest difference of a single token, over noise
+SHIFT = 8.0  # the number of standard errors from which a mean change is not noise
 CONCLUSIVE = 0.2  # the largest standard error of ``moved`` that allows a conclusion
-MOVED = 0.5
-ABOVE_ROUNDING = 4.5  # times the rounding: a predicted change that allows a conclusion
-HISTORY = 16  # checks that passed, whose median is the noise
+MOVED = 0.5  # the least share of the predicted change that a server with the new weights shows
+ABOVE_ROUNDING = 4.5  # the least predicted change that allows a conclusion, over rounding noise
+HISTORY = 16  # the number of passed checks whose median is the noise
 BLOCK = 32  # tokens whose noise may be correlated
 
 
 @attrs.frozen(kw_only=True)
-class ReplicaVerdict:
-    """What the canary found on one replica; differences of logprobs in nats, engine - trainer."""
+class ServerVerdict:
+    """The canary's verdict on one server.
 
-    replica: str
+    Differences are logprobs of the engine minus those of the trainer, in nats.
+    """
+
+    server: str
     passed: bool
     reason: str
     difference: float
-    """Root mean square over the tokens of the sequences."""
+    """The root mean square difference over the tokens of the sequences."""
     largest: float
-    """Of all tokens, those of the continuation included."""
+    """The largest absolute difference of a token, continuations included."""
     continuation: float
-    """Root mean square over the sampled tokens, each times its temperature."""
+    """The root mean square difference over the sampled tokens, each times its temperature."""
     shift: float
-    """Mean change of the differences since the last check that passed; 0 at the first."""
+    """Mean change of the differences since the last check that passed; 0 at the first check."""
     visible_shift: float
-    """The smallest ``shift`` that would have failed."""
+    """The smallest absolute ``shift`` that would have failed."""
     tensors: int
-    """That the trainer publishes."""
+    """The number of tensors that the trainer publishes."""
     compared_tensors: int
-    """Of these, those whose bytes were compared with what the engine computes with."""
+    """The number of tensors that were compared bit for bit with those that the engine uses."""
     wrong_tensors: tuple[str, ...]
-    """Of these, those that differ."""
+    """The names of the compared tensors that differ."""
     moved: float | None
     """The share of the predicted change that was seen: 1 for the new weights, 0 for the old ones;
-    None where noise allows no conclusion."""
+    None if noise allows no conclusion."""
     moved_error: float | None
-    """Its standard error; None where no change was predicted."""
+    """The standard error of ``moved``; None if no change was predicted."""
 
 
 @attrs.frozen(kw_only=True)
 class Observation:
-    """One replica's logprobs, and those that the trainer expected."""
+    """One server's logprobs, and the trainer's logprobs of the same tokens."""
 
     expected: np.ndarray
     """The trainer's logprobs of the sequences' tokens."""
     scores: np.ndarray
-    """The engine's."""
+    """The server's logprobs of the sequences' tokens."""
     ends: np.ndarray
     """Differences of the sampled tokens' logprobs, each times its temperature."""
 
     @property
     def differences(self) -> np.ndarray:
-        """Engine - trainer, of the sequences' tokens."""
+        """The server's minus the trainer's logprobs of the sequences' tokens."""
         differences: np.ndarray = self.scores - self.expected
         return differences
 
@@ -79,32 +85,40 @@ class Observation:
 def observations(
     rows: Sequence[Mapping[str, Any]], expected: Sequence[np.ndarray], prompts: Sequence[int]
 ) -> dict[str, Observation]:
-    """By replica, its answers to all sequences (``probing.probed``), and what was expected.
+    """Combine each server's results for all sequences with the trainer's logprobs.
 
-    ``prompts`` are the lengths of the sequences. Differences of logprobs are multiplied by the
-    temperature, which makes them comparable at all temperatures.
+    Differences of sampled tokens' logprobs are multiplied by the temperature, which makes them
+    comparable between temperatures.
+
+    Args:
+        rows: the results of ``scoring.probed``.
+        expected: the trainer's logprobs of each row's tokens.
+        prompts: the length of each row's sequence, without its continuation.
+
+    Returns:
+        The observation of each server, by name.
     """
     parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for row, own, prompt in zip(rows, expected, prompts, strict=True):
         end = (np.asarray(row["logprobs"]) - own[prompt:]) * row["temperature"]
         one = (own[1:prompt], np.asarray(row["scores"][1:]), end)
-        parts.setdefault(row["replica"], []).append(one)
+        parts.setdefault(row["server"], []).append(one)
     return {
-        replica: Observation(
+        server: Observation(
             expected=np.concatenate([one[0] for one in found]),
             scores=np.concatenate([one[1] for one in found]),
             ends=np.concatenate([one[2] for one in found]),
         )
-        for replica, found in parts.items()
+        for server, found in parts.items()
     }
 
 
-class ReplicaChecks:
-    """Verdicts on replicas, check by check, with the history of those that passed.
+class ServerChecks:
+    """Checker of servers, which calibrates the noise by the history of passed checks.
 
     Args:
-        dtype: that the engine computes in.
-        tolerance: in nats; None to calibrate it.
+        dtype: the dtype that the engine computes in.
+        tolerance: in nats; None to calibrate the tolerance.
     """
 
     def __init__(self, *, dtype: torch.dtype, tolerance: float | None) -> None:
@@ -120,11 +134,11 @@ class ReplicaChecks:
     def verdicts(
         self,
         observed: Mapping[str, Observation],
-        compared: Mapping[str, Comparison],
+        compared: Mapping[str, TensorComparison],
         *,
         rounding: float,
-    ) -> list[ReplicaVerdict]:
-        """The verdict on each replica.
+    ) -> list[ServerVerdict]:
+        """Return the verdict on each server.
 
         Raises:
             RuntimeError: at the first check, the difference is too large to be noise.
@@ -133,7 +147,7 @@ class ReplicaChecks:
         if not self._given:
             self.tolerance = ABOVE_NOISE * self._noise(noise)
         found = [
-            self._replica(name, one, compared.get(name), rounding) for name, one in observed.items()
+            self._server(name, one, compared.get(name), rounding) for name, one in observed.items()
         ]
         if all(one.passed for one in found):
             self._noises = [*self._noises, noise][-HISTORY:]
@@ -143,21 +157,25 @@ class ReplicaChecks:
         return found
 
     def _noise(self, now: float) -> float:
-        """From the checks before; at the first check from this one, if it can be noise."""
+        """Return the noise of earlier checks; at the first check, return this check's noise.
+
+        Raises:
+            RuntimeError: at the first check, the difference is too large to be noise.
+        """
         bound = NOISE_BOUND[self._dtype]
         if not self._noises and not now <= bound:
             raise RuntimeError(
-                f"at the first check, engine and trainer differ by {now:.2g} nats (root mean "
-                f"square), more than {bound:g}, the most that {self._dtype} explains: the engine "
-                "does not hold the trainer's weights, or computes differently (pass dtype= of the "
-                "engine, or tolerance= if the difference is known)"
+                f"at the canary's first check, engine and trainer differ by {now:.2g} nats (root "
+                f"mean square), more than the {bound:g} that {self._dtype} explains: the engine "
+                "does not hold the trainer's weights, or computes differently (pass the engine's "
+                "dtype=, or tolerance= if the difference is known)"
             )
         usual = median(self._noises) if self._noises else now
         return min(max(usual, NOISE_LEAST[self._dtype]), bound)
 
-    def _replica(
-        self, name: str, one: Observation, compared: Comparison | None, rounding: float
-    ) -> ReplicaVerdict:
+    def _server(
+        self, name: str, one: Observation, compared: TensorComparison | None, rounding: float
+    ) -> ServerVerdict:
         assert self.tolerance is not None
         noise = self.tolerance / ABOVE_NOISE
         difference = rms(one.differences)
@@ -165,7 +183,9 @@ class ReplicaChecks:
         largest = float(np.abs(np.concatenate([one.differences, one.ends])).max())
         shift, visible = self._shift(name, one)
         moved, error = self._moved(name, one, rounding)
-        tensors = Comparison(published=0, compared=0, wrong=()) if compared is None else compared
+        tensors = (
+            TensorComparison(published=0, compared=0, wrong=()) if compared is None else compared
+        )
         relaxed = self._rough and 0 < tensors.published == tensors.compared and not tensors.wrong
         factor = RELAXED if relaxed else 1.0
         tolerance = self.tolerance * factor
@@ -182,16 +202,18 @@ class ReplicaChecks:
                 f"the continuation differs by {continuation:.2g} nats{'' if reasons else cause}"
             )
         if not largest <= PEAK * noise * factor and not reasons:
-            reasons.append(f"a token differs by {largest:.2g} nats")
+            reasons.append(f"the logprob of a token differs by {largest:.2g} nats")
         if not abs(shift) <= visible:
             reasons.append(f"scores shifted by {shift:.2g} nats since the last check")
         if moved is not None and not moved > MOVED and not relaxed:
-            reasons.append(f"{moved:.0%} of the change since an earlier check arrived: old weights")
+            reasons.append(
+                f"{moved:.0%} of the change since an earlier check was seen: old weights"
+            )
         passed = not reasons
         if passed:
             reasons.append(_reach(difference, moved, tensors, tolerance, visible))
-        return ReplicaVerdict(
-            replica=name,
+        return ServerVerdict(
+            server=name,
             passed=passed,
             reason=", ".join(reasons),
             difference=difference,
@@ -207,7 +229,7 @@ class ReplicaChecks:
         )
 
     def _shift(self, name: str, one: Observation) -> tuple[float, float]:
-        """The mean change of the differences since the last check, and the least visible one."""
+        """Return the mean change of the differences since the last check, and the least visible."""
         before = None if self._last is None else self._last.get(name)
         if before is None or self._given:
             return 0.0, math.inf
@@ -219,12 +241,17 @@ class ReplicaChecks:
         return float(change.mean()), max(SHIFT * error, NOISE_LEAST[self._dtype])
 
     def _moved(self, name: str, one: Observation, rounding: float) -> tuple[float | None, float]:
-        """The share of the change seen since the last check, or since the last conclusive one."""
+        """Return the share of the predicted change that was seen, and its standard error.
+
+        The change is that since the last passed check, or else since the last conclusive one. The
+        share is None if noise allows no conclusion.
+        """
         error = math.inf
         for reference in (self._last, self._anchor):
             if reference is None:
                 continue
-            # Its own scores cancel what rounding adds to both; a replica that joined has none.
+            # A server's own earlier scores cancel systematic rounding errors. A server that joined
+            # later has none.
             earlier = next(iter(reference.values()))
             before = reference[name].scores if name in reference else earlier.expected
             predicted = one.expected - earlier.expected
@@ -237,11 +264,11 @@ class ReplicaChecks:
 def _reach(
     difference: float,
     moved: float | None,
-    tensors: Comparison,
+    tensors: TensorComparison,
     tolerance: float,
     visible_shift: float,
 ) -> str:
-    """What was seen, and which faults would have been."""
+    """Describe a passed check: what was seen, and the smallest faults that would have failed."""
     change = "too little changed to tell" if moved is None else f"{moved:.0%} of the change seen"
     bytes_of = (
         f"{tensors.compared} of {tensors.published} tensors are the trainer's bit for bit"
@@ -250,6 +277,6 @@ def _reach(
     )
     shift = "" if math.isinf(visible_shift) else f" or a shift of {visible_shift:.2g}"
     return (
-        f"{bytes_of}; differs by {difference:.2g} nats, {change}; by scores alone, a fault of "
-        f"{tolerance:.2g} nats{shift} would have been seen"
+        f"{bytes_of}; scores differ by {difference:.2g} nats, {change}; by scores alone, a fault "
+        f"of {tolerance:.2g} nats{shift} would have been seen"
     )

@@ -1,4 +1,4 @@
-"""The wiring test: whether every tensor of the trainer reaches the engines."""
+"""``wiring_test``, which tests that every tensor of the trainer reaches the engines."""
 
 import logging
 import operator
@@ -21,40 +21,45 @@ from primerl.weights.transports.receipts import Transport
 from primerl.weights.verification.canary import Canary
 from primerl.weights.verification.scoring import movement, rms, trainer_logprobs
 
-LENGTH = 96  # tokens that show a large change
-VISIBLE = 0.02  # nats by which a perturbation should move the logprobs
-FAINT = 0.001  # and must, where the largest perturbation does not reach that
-ABOVE_NOISE = 20.0  # and by so many times the noise
-SCALES = tuple(0.05 * 2.0**k for k in range(10))  # of a tensor's root mean square
-ARRIVED = (0.8, 1.2)
-REST = 0.02  # the part of the change that need not be as predicted, in addition to
-REST_NOISE = 5.0  # times the noise,
-REST_MOST = 0.3  # at most
+LENGTH = 96  # tokens of the scored sequence: enough for large changes
+# A perturbation is visible if it changes the logprobs by VISIBLE nats (root mean square), or with
+# the largest of SCALES by FAINT nats, and in either case by at least ABOVE_NOISE times the noise.
+VISIBLE = 0.02
+FAINT = 0.001
+ABOVE_NOISE = 20.0
+SCALES = tuple(0.05 * 2.0**k for k in range(10))  # times a tensor's root mean square
+ARRIVED = (0.8, 1.2)  # the share of the predicted change that must be seen
+# The unpredicted part of a change may be REST of the predicted change plus REST_NOISE times the
+# noise, but at most REST_MOST of the predicted change.
+REST = 0.02
+REST_NOISE = 5.0
+REST_MOST = 0.3
 
 log = logging.getLogger(__name__)
 
 
 @attrs.frozen(kw_only=True)
 class GroupWiring:
-    """How a group of tensors, the same in every layer, reached the engines."""
+    """The result of the wiring test for one group of tensors, the same tensor of every layer."""
 
     group: str
     tensors: int
     scale: float
-    """Of the perturbation: standard deviation over the tensor's root mean square."""
+    """The perturbation's standard deviation, divided by the tensor's root mean square."""
     predicted: float
     """Root mean square change of the trainer's logprobs, in nats."""
     moved: Mapping[str, float]
-    """The share of it that each replica showed."""
+    """The share of the predicted change that each server showed."""
     rest: Mapping[str, float]
-    """Root mean square of what each replica showed beside it, over ``predicted``."""
+    """The root mean square of each server's deviation from the predicted change, divided by
+    ``predicted``."""
     arrived: bool | None
-    """None where no perturbation was visible, so that nothing was verified."""
+    """Whether the group arrived; None if no perturbation was visible, so nothing was verified."""
 
 
 @attrs.frozen(kw_only=True)
 class WiringReport:
-    """A row for each group of tensors; printed, it is a table."""
+    """The results of a wiring test for all groups of tensors; ``str`` formats them as a table."""
 
     groups: tuple[GroupWiring, ...]
     seconds: float
@@ -66,7 +71,7 @@ class WiringReport:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """The groups that no perturbation made visible."""
+        """The groups of which no perturbation was visible, so that they were not verified."""
         return tuple(one.group for one in self.groups if one.arrived is None)
 
     def __str__(self) -> str:
@@ -91,25 +96,29 @@ def wiring_test(
 ) -> WiringReport:
     """Perturb each group of tensors, publish, and check that engines change as the trainer does.
 
-    A group is a parameter or saved buffer of all layers: ``layers.*.self_attn.q_proj.weight``.
-    Noise is added to it, as little as is visible by the trainer's own forward pass (a change of
-    0.02 nats and 20 times the noise; of 0.001 nats where no more can be had), and published as
-    ``version``; a replica that shows between 0.8 and 1.2 of the predicted change, and little else
-    (2% and 5 times the noise, at most 30%), has received it. At the end, and after any error, the
-    weights are restored bit for bit and published as ``version``; then the canary must pass. It
-    takes a publication for each group, and two more. Call it on all ranks before rollouts start:
-    while it runs, engines serve other weights than their version says.
+    A group is a parameter or saved buffer of all layers: ``layers.*.self_attn.q_proj.weight``. The
+    test adds noise to the group and publishes the result as ``version``. The noise is the least
+    that is visible in the trainer's own forward pass: it changes the logprobs by 0.02 nats and 20
+    times the noise of the comparison, or by 0.001 nats if no noise changes them more. A server has
+    received the group if it shows between 0.8 and 1.2 of the predicted change and deviates from the
+    prediction by at most 2% of it plus 5 times the noise, and at most 30% of it.
+
+    At the end, and after any error, the weights are restored bit for bit and published as
+    ``version``. Then the canary must pass. The test takes one publication per group, and two more.
+    Call it on all ranks before rollouts start: while it runs, engines serve other weights than
+    their version says.
 
     Args:
-        model: the trainer's, the one that ``transport`` publishes and ``canary`` scores.
-        transport: that publishes it.
-        canary: that probes all engines.
-        version: of the weights as they are.
-        restore: False to leave engines with the last noise where all groups arrived: you publish
-            ``version`` next, and check it.
+        model: the trainer's model, which ``transport`` publishes and ``canary`` scores.
+        transport: publishes the model.
+        canary: probes all engines.
+        version: the version of the unperturbed weights.
+        restore: whether to publish the restored weights if all groups arrived. With False, the
+            engines keep the last perturbation, so publish and check ``version`` next.
 
     Raises:
-        RuntimeError: a group did not arrive, with the table; or the restored weights did not.
+        RuntimeError: a group did not arrive (the message has the table), or the canary did not pass
+            before the test or with the restored weights.
     """
     began = time.monotonic()
     transport.publish(version)
@@ -126,18 +135,21 @@ def wiring_test(
     report = WiringReport(groups=tuple(rows), seconds=time.monotonic() - began)
     if report.missing:
         raise RuntimeError(
-            "these tensors of the trainer do not reach the engines as they are sent: "
+            "wiring test: these tensors of the trainer do not reach the engines as they are sent: "
             f"{', '.join(report.missing)}\n{report}"
         )
     if report.unseen and is_first_rank():
-        log.warning("no perturbation was visible, so these were not verified: %s", report.unseen)
+        log.warning(
+            "wiring test: no perturbation was visible, so these tensors were not verified: %s",
+            report.unseen,
+        )
     return report
 
 
 def tensor_groups(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
-    """Parameters and saved buffers of floating point, by their name without the layers' numbers.
+    """Group floating-point parameters and saved buffers by their name without layer numbers.
 
-    What is shared under two names is in one group.
+    A tensor that is shared under two names is in only one group.
     """
     groups: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in saved_tensors(model).items():
@@ -149,7 +161,7 @@ def tensor_groups(model: nn.Module) -> dict[str, list[tuple[str, Tensor]]]:
 
 @attrs.frozen
 class _Measured:
-    """Logprobs of the sequences, by the trainer and by each replica."""
+    """Logprobs of the sequences, computed by the trainer and by each server."""
 
     expected: list[np.ndarray]
     seen: Mapping[str, np.ndarray]
@@ -166,14 +178,14 @@ class _Measured:
 def _perturb_each(
     model: nn.Module, transport: Any, canary: Canary, *, version: int
 ) -> list[GroupWiring]:
-    """Publish each group with noise; the engines are left with that of the last."""
-    # In reverse, so that what a prefix cache keeps of perturbed weights is of no sequence that is
-    # checked later.
+    """Publish each group with noise; afterwards engines have the noise of the last group."""
+    # The sequence is reversed, so that prefixes that were cached under perturbed weights match no
+    # sequence that is checked later.
     sequences = [canary.sequences[0][::-1][:LENGTH]]
     before = _Measured(trainer_logprobs(model, sequences), canary.scores(sequences))
     rows = []
     groups = tensor_groups(model)
-    if isinstance(transport, Adapter):  # nothing else is sent
+    if isinstance(transport, Adapter):  # only the adapter's tensors are sent
         own = re.compile(rf"\.lora_[^.]+\.{re.escape(transport.adapter)}\.")
         groups = {group: tensors for group, tensors in groups.items() if own.search(group)}
     for group, tensors in groups.items():
@@ -193,7 +205,10 @@ def _perturbed(
     sequences: list[tuple[int, ...]],
     before: _Measured,
 ) -> Iterator[tuple[float | None, np.ndarray]]:
-    """The group with visible noise for the body: its scale (None if none is) and the change."""
+    """Add visible noise to a group for the body.
+
+    Yields the scale of the noise (None if no noise is visible) and the predicted change.
+    """
     kept = [local_part(tensor).clone() for _, tensor in tensors]
     least = ABOVE_NOISE * before.noise
     predicted = np.zeros(0)
@@ -205,7 +220,7 @@ def _perturbed(
             expected = trainer_logprobs(model, sequences)
             predicted = np.concatenate([row[1:] for row in expected]) - before.scores
             enough = max(FAINT if scale == SCALES[-1] else VISIBLE, least)
-            # Rank 0 decides, since ranks may differ in the last bit.
+            # Rank 0 decides, because ranks' results may differ in the last bit.
             if on_first_rank(partial(operator.ge, rms(predicted), enough)):
                 found = scale
                 break
@@ -216,13 +231,13 @@ def _perturbed(
 
 
 def _add_noise(target: Tensor, original: Tensor, scale: float, *, seed: int) -> None:
-    """Set ``target`` to the original with noise. Ranks that hold the same part make the same."""
+    """Set ``target`` to the original plus noise, which is the same on ranks with the same shard."""
     if not original.numel():
         return
     generator = torch.Generator(device=original.device).manual_seed(seed)
     noise = torch.randn(original.shape, generator=generator, device=original.device)
     size = original.float().square().mean().sqrt()
-    size = torch.where(size > 0, size, 0.02)  # a bias that is still zero
+    size = torch.where(size > 0, size, 0.02)  # a new bias may be all zero
     target.copy_(original.float() + scale * size * noise)
 
 
@@ -234,12 +249,12 @@ def _row(
     before: _Measured,
     seen: Mapping[str, np.ndarray],
 ) -> GroupWiring:
-    """What was ``seen``: nothing where no ``scale`` made a visible change."""
+    """Evaluate the servers' logprobs ``seen``, which are empty if no noise was visible."""
     moved, rest, arrived = {}, {}, None
-    for replica, scores in seen.items():
-        change = scores - before.seen.get(replica, before.scores)
-        moved[replica] = movement(predicted, change)[0]
-        rest[replica] = rms(change - predicted) / rms(predicted)
+    for server, scores in seen.items():
+        change = scores - before.seen.get(server, before.scores)
+        moved[server] = movement(predicted, change)[0]
+        rest[server] = rms(change - predicted) / rms(predicted)
     if scale is not None:
         low, high = ARRIVED
         most = min(REST_MOST, REST + REST_NOISE * before.noise / rms(predicted))

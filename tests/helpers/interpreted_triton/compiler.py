@@ -1,4 +1,4 @@
-"""What Triton asks of a backend's compiler: nothing here, because kernels are interpreted."""
+"""The compiler of the backend, which does nothing because kernels are interpreted."""
 
 from triton.backends.compiler import BaseBackend
 

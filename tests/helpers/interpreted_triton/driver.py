@@ -1,4 +1,4 @@
-"""What Triton asks of a backend's driver."""
+"""The driver of the backend, with the functions that Triton requires."""
 
 import torch
 from triton.backends.compiler import GPUTarget

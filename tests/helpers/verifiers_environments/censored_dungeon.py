@@ -1,4 +1,4 @@
-"""The dungeon with hooks that change what is said: requests to upper case, one reply to "..."."""
+"""The dungeon with hooks that change messages: upper-case requests, and one reply to "..."."""
 
 import dungeon
 import verifiers.v1 as vf

@@ -1,4 +1,4 @@
-"""A conversation in which the environment speaks as the user, as in a text game."""
+"""A conversation in which the environment acts as the user, as in a text game."""
 
 import itertools
 

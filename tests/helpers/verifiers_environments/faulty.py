@@ -1,4 +1,4 @@
-"""An environment that fails, or not, where it is told to."""
+"""An environment that fails at a chosen place."""
 
 import asyncio
 

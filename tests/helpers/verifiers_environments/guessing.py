@@ -1,4 +1,4 @@
-"""A number to be found with a tool that keeps score in the task's state."""
+"""An environment with a number to guess; a tool keeps the score in the task's state."""
 
 import verifiers.v1 as vf
 from guessing_tools import Guesses, GuessTools

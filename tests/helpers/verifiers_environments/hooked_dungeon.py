@@ -1,4 +1,4 @@
-"""The dungeon with a hook on every request, which goes through verifiers' own message graph."""
+"""The dungeon with a hook on every request, which passes through verifiers' message graph."""
 
 import dungeon
 import verifiers.v1 as vf

@@ -1,4 +1,4 @@
-"""A harness that calls the model over HTTP, as programs do."""
+"""A harness that calls the model over HTTP, like an external program."""
 
 import httpx
 import verifiers.v1 as vf

@@ -1,4 +1,4 @@
-"""Two functions with a bug each; an agent of fixed commands mends one, and hidden tests judge."""
+"""An environment of two buggy functions; a scripted agent fixes one, and hidden tests grade."""
 
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import ProgramResult
@@ -57,7 +57,7 @@ class BugfixConfig(vf.EnvConfig):
 
 
 class BugfixEnv(vf.Env[BugfixConfig]):
-    """Each episode in a runtime of ``make_runtime``'s."""
+    """Environment that runs each episode in a runtime from ``make_runtime``."""
 
     make_runtime = None
 

@@ -1,4 +1,4 @@
-"""Four tasks, of which two raise."""
+"""An environment of four tasks, two of which raise."""
 
 import verifiers.v1 as vf
 
@@ -8,7 +8,7 @@ __all__ = ["Moody"]
 class Mood(vf.Task[vf.TaskData]):
     @vf.reward
     async def pleased(self) -> float:
-        """One, but for those that raise."""
+        """Return 1, or raise for two of the tasks."""
         if self.data.idx == 1:
             raise LookupError("no such mood")
         if self.data.idx == 2:

@@ -252,7 +252,7 @@ def test_what_a_reply_can_not_have_is_refused():
 
     session, answers = run(talk, engine)
     assert {answer[0] for answer in answers} == {400}
-    named = ["n=2", "stop=", "'image_url'", "tool_choice=", "stop_sequences=", "none of this"]
+    named = ["n=2", "stop=", "'image_url'", "tool_choice=", "stop_sequences=", "not a response"]
     assert all(part in answer[2] for part, answer in zip(named, answers, strict=True))
     assert session.outcomes["refused"] == 6
     assert engine.requests == []

@@ -45,7 +45,7 @@ def test_without_tools_it_is_a_chat_of_one_reply():
     )
 
 
-def test_the_turns_of_a_rollout_go_to_one_replica():
+def test_the_turns_of_a_rollout_go_to_one_server():
     sessions = []
 
     class Recording(RecordingEngine):
@@ -253,7 +253,7 @@ def test_context_functions_and_limits_say_what_they_take():
         rollout.drop_tool_results(over=100, to=100)
     with pytest.raises(ValueError, match="max_turns is 0"):
         AgentLimits(max_turns=0)
-    with pytest.raises(ValueError, match="two tools have one name"):
+    with pytest.raises(ValueError, match="two tools have the same name"):
         play(lambda *_: "", tool(never), tool(never))
 
 

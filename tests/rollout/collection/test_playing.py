@@ -25,7 +25,7 @@ async def play(task, engine, params):
 
 def ends(engine=None, environment=play, tasks=TASKS, **how):
     engine = engine or testing.ScriptedEngine()
-    return list(rollout.play_tasks(engine, environment, tasks, PARAMS, **how))
+    return list(rollout.evaluate_tasks(engine, environment, tasks, PARAMS, **how))
 
 
 def test_each_task_is_played_as_often_as_asked():
@@ -83,7 +83,7 @@ def test_ends_come_while_others_are_played():
             await asyncio.sleep(0.01)
         return await play(task, engine, params)
 
-    playing = rollout.play_tasks(testing.ScriptedEngine(), environment, TASKS, PARAMS)
+    playing = rollout.evaluate_tasks(testing.ScriptedEngine(), environment, TASKS, PARAMS)
     first = [next(playing).task["id"] for _ in range(4)]
     assert "task 0" not in first
     release.set()
@@ -105,7 +105,7 @@ def test_leaving_early_cancels_what_is_in_flight():
         async def aclose(self):
             closed.append(True)
 
-    playing = rollout.play_tasks(testing.ScriptedEngine(), Environment(), TASKS, PARAMS)
+    playing = rollout.evaluate_tasks(testing.ScriptedEngine(), Environment(), TASKS, PARAMS)
     assert next(playing).task["id"] == "task 4"
     playing.close()
     assert sorted(cancelled) == [f"task {number}" for number in range(4)]
@@ -128,7 +128,7 @@ def test_what_is_cancelled_cleans_up_before_the_environment_is_closed():
         async def aclose(self):
             ended.append("closed")
 
-    playing = rollout.play_tasks(testing.ScriptedEngine(), Environment(), TASKS, PARAMS)
+    playing = rollout.evaluate_tasks(testing.ScriptedEngine(), Environment(), TASKS, PARAMS)
     assert next(playing).task["id"] == "task 4"
     playing.close()
     assert sorted(ended[:-1]) == [f"task {number}" for number in range(4)]
@@ -141,9 +141,9 @@ def test_a_play_that_hangs_ends_at_its_deadline():
             await asyncio.sleep(1000)
         return await play(task, engine, params)
 
-    played = {end.task["id"]: end for end in ends(environment=environment, play_timeout_s=0.3)}
+    played = {end.task["id"]: end for end in ends(environment=environment, rollout_timeout_s=0.3)}
     assert played["task 0"].error == "TimeoutError"
-    assert played["task 0"].message == "TimeoutError: it had not ended after 0.3 s"
+    assert played["task 0"].message == "TimeoutError: the rollout had not ended after 0.3 s"
     assert played["task 0"].seconds >= 0.3
     assert played["task 4"].rollout is not None
 
@@ -176,7 +176,7 @@ def test_an_outage_of_the_engine_takes_no_time_of_a_play():
     engine = testing.ScriptedEngine(
         failures=lambda _: ConnectionError("gone") if next(fails) else None
     )
-    (end,) = ends(engine, tasks=TASKS[:1], retries=0, play_timeout_s=2.0)
+    (end,) = ends(engine, tasks=TASKS[:1], retries=0, rollout_timeout_s=2.0)
     assert end.error is None
     assert end.seconds > 3
 
@@ -189,14 +189,14 @@ def test_an_engine_that_stays_away_is_an_error_after_what_was_yielded():
         return ConnectionError("gone") if len(calls) > 4 else None
 
     engine = testing.ScriptedEngine(failures=failure)
-    playing = rollout.play_tasks(engine, play, TASKS, PARAMS, concurrency=1, timeout_s=0.2)
+    playing = rollout.evaluate_tasks(engine, play, TASKS, PARAMS, concurrency=1, timeout_s=0.2)
     assert [next(playing).task["id"], next(playing).task["id"]] == ["task 0", "task 1"]
     with pytest.raises(EngineFailed, match="has failed every request for"):
         list(playing)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"samples": 0}, {"concurrency": 0}, {"retries": -1}, {"play_timeout_s": 0.0}]
+    "wrong", [{"samples": 0}, {"concurrency": 0}, {"retries": -1}, {"rollout_timeout_s": 0.0}]
 )
 def test_numbers_out_of_range(wrong):
     with pytest.raises(ValueError, match="expected at least"):

@@ -159,11 +159,11 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (lambda whole: b"", "no whole recording"),
-        (lambda whole: whole[:-1], "no whole recording"),
-        (lambda whole: whole[: len(whole) // 2], "no whole recording"),
-        (lambda whole: whole + b"\0", "no whole recording"),
-        (lambda whole: b"PK\3\4 another format", "no whole recording"),
+        (lambda whole: b"", "not a complete recording"),
+        (lambda whole: whole[:-1], "not a complete recording"),
+        (lambda whole: whole[: len(whole) // 2], "not a complete recording"),
+        (lambda whole: whole + b"\0", "not a complete recording"),
+        (lambda whole: b"PK\3\4 another format", "not a complete recording"),
         (lambda whole: msgspec.msgpack.encode([1, 2]), "Expected `object`, got `array`"),
         (lambda whole: msgspec.msgpack.encode({"a": 1}), "missing required field `format`"),
         (
@@ -185,7 +185,7 @@ def whole(tmp_path_factory):
         ),
         (
             lambda whole: damaged(lambda sample: sample["token_ids"].update(data=b"123")),
-            "token_ids has 3 bytes, no whole number of <i4",
+            "token_ids has 3 bytes, not a whole number of <i4",
         ),
         (
             lambda whole: damaged(lambda sample: sample["token_ids"].update(data=b"1234")),

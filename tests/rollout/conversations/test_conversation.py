@@ -252,7 +252,7 @@ def test_the_end_of_text_token_stops_in_addition_to_the_given_ones():
 def test_a_task_without_a_prompt_is_named():
     environment = rollout.single_turn(CharacterCodes(), reward=lambda task, reply: 0.0)
 
-    with pytest.raises(ValueError, match=r"no 'prompt', only \['question'\]"):
+    with pytest.raises(ValueError, match=r"no 'prompt'; its keys are \['question'\]"):
         asyncio.run(environment({"question": "?"}, Scripted("a"), PARAMS))
 
 

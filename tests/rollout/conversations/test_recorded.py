@@ -192,22 +192,22 @@ def adapter(seed):
     return described(played.samples, engine) | {"told": told}
 
 
-PLAYS = {"conversation": conversation, "agent": agent, "adapter": adapter}
+ROLLOUTS = {"conversation": conversation, "agent": agent, "adapter": adapter}
 
 
-@pytest.mark.parametrize("name", PLAYS)
+@pytest.mark.parametrize("name", ROLLOUTS)
 def test_calls_and_samples_are_those_recorded(name, monkeypatch):
     environments = str(ROOT / "helpers/verifiers_environments")
     monkeypatch.syspath_prepend(environments)
     monkeypatch.setenv("PYTHONPATH", f"{environments}:{os.environ.get('PYTHONPATH', '')}")
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))[name]
 
-    assert [PLAYS[name](seed) for seed in SEEDS] == recorded
+    assert [ROLLOUTS[name](seed) for seed in SEEDS] == recorded
     assert all(one["calls"] for one in recorded)
     assert any(len(one["samples"]) for one in recorded)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "helpers/verifiers_environments"))
-    made = {name: [play(seed) for seed in SEEDS] for name, play in PLAYS.items()}
+    made = {name: [play(seed) for seed in SEEDS] for name, play in ROLLOUTS.items()}
     RECORDED.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from primerl import advantage, packing
-from primerl.rollout.conversations.calls import Call, stitch
+from primerl.rollout.conversations.calls import EngineCall, stitch
 from primerl.types import Completion, Group, Rollout
 
 
@@ -23,7 +23,7 @@ def completion(tokens, *, version=0, logprob=-1.0, routes=()):
 
 
 def call(new_ids, tokens, parent=None, **options):
-    return Call(new_ids=new_ids, completion=completion(tokens, **options), parent=parent)
+    return EngineCall(new_ids=new_ids, completion=completion(tokens, **options), parent=parent)
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
@@ -37,7 +37,7 @@ def calls_of(drawn):
     for number, (parent, prompt, reply) in enumerate(drawn):
         made = completion(reply, version=number, logprob=-float(number))
         follows = calls[parent % len(calls)] if calls and parent is not None else None
-        calls.append(Call(new_ids=prompt, completion=made, parent=follows))
+        calls.append(EngineCall(new_ids=prompt, completion=made, parent=follows))
     return calls
 
 

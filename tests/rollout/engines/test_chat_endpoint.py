@@ -209,7 +209,7 @@ def test_it_takes_no_tokens_and_no_worker_takes_it(engine):
 def play(engine, name, **how):
     environment = rollout.verifiers(name, tokenizer=None, keep_conversation=True, **how)
     tasks = [next(iter(environment.tasks))]
-    (played,) = rollout.play_tasks(engine, environment, tasks, PARAMS, retries=0, timeout_s=20)
+    (played,) = rollout.evaluate_tasks(engine, environment, tasks, PARAMS, retries=0, timeout_s=20)
     assert played.error is None, played.message
     return played.rollout
 
@@ -271,7 +271,7 @@ def test_a_server_that_is_killed_is_waited_for(chat, engine):
     environment = rollout.verifiers("reverse-words", tokenizer=None)
     tasks = [task for task, _ in zip(environment.tasks, range(6), strict=False)]
     chat.hold.clear()
-    plays = rollout.play_tasks(
+    plays = rollout.evaluate_tasks(
         engine, environment, tasks, PARAMS, concurrency=2, retries=0, timeout_s=60
     )
     chat.hold.set()
@@ -286,6 +286,6 @@ def test_a_server_that_is_killed_is_waited_for(chat, engine):
 def test_an_engine_of_tokens_needs_a_tokenizer():
     environment = rollout.verifiers("reverse-words", tokenizer=None)
     tasks = [next(iter(environment.tasks))]
-    (played,) = rollout.play_tasks(testing.ScriptedEngine(), environment, tasks, PARAMS)
+    (played,) = rollout.evaluate_tasks(testing.ScriptedEngine(), environment, tasks, PARAMS)
     assert played.error == "ValueError"
     assert "was made without a tokenizer" in played.message

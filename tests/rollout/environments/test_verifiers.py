@@ -626,7 +626,7 @@ def test_another_version_of_verifiers_is_refused(tokenizer, monkeypatch):
 def test_a_task_from_elsewhere_is_refused(tokenizer):
     environment = rollout.verifiers("dungeon", tokenizer=tokenizer)
 
-    with pytest.raises(ValueError, match="no 'data'.*take it from .tasks"):
+    with pytest.raises(ValueError, match="no 'data'.*take tasks from .tasks"):
         play(environment, RandomEngine(tokenizer), {"id": "1", "prompt": "Hello"})
 
 

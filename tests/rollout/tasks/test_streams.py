@@ -118,9 +118,9 @@ def test_an_invalid_task_is_named(make):
 
 def test_the_place_in_tasks_that_are_no_longer_there():
     for tasks in (rows(2), Passes(2), iter(rows(2))):
-        with pytest.raises(ValueError, match="after task 3 of a pass, and now there are 2"):
+        with pytest.raises(ValueError, match="after task 3 of a pass, but there are only 2"):
             rollout.InOrder(tasks).restore({"pass": 0, "index": 3})
-    with pytest.raises(ValueError, match="of 3 tasks, and now there are 2"):
+    with pytest.raises(ValueError, match="of 3 tasks, but there are 2"):
         rollout.Shuffled(rows(2), seed=0).restore({"pass": 0, "index": 1, "tasks": 3, "seed": 0})
 
 
@@ -137,7 +137,9 @@ def test_a_state_of_other_tasks_is_refused(kind, make, drawn):
     same.restore(state)
     assert same.draw() == stream.draw()
     if drawn:
-        with pytest.raises(ValueError, match="taken after another task .*'another [0-4]'.*digest"):
+        with pytest.raises(
+            ValueError, match="taken after a different task .*'another [0-4]'.*digest"
+        ):
             make(kind(others)).restore(state)
 
 
@@ -234,8 +236,8 @@ def test_reports_go_back_to_their_stream_also_through_two_mixtures():
     ("streams", "weights", "message"),
     [
         ({}, None, "no streams"),
-        ({"a/b": []}, None, "'/' in its name"),
-        ({"a": []}, {"b": 1.0}, r"weights are of \['b'\], streams of \['a'\]"),
+        ({"a/b": []}, None, "'a/b' contains '/'"),
+        ({"a": []}, {"b": 1.0}, r"weights are for \['b'\], the streams are \['a'\]"),
         ({"a": []}, {"a": 0.0}, "weight of 'a' is 0.0"),
         ({"a": []}, {"a": float("inf")}, "weight of 'a' is inf"),
     ],
@@ -247,7 +249,7 @@ def test_invalid_mixtures_are_refused(streams, weights, message):
 
 def test_a_mixture_of_other_streams_is_not_restored():
     state = rollout.Mixture({"a": rows(2)}).state()
-    with pytest.raises(ValueError, match=r"of the streams \['a'\], and now there are \['b'\]"):
+    with pytest.raises(ValueError, match=r"has the streams \['a'\], but the mixture has \['b'\]"):
         rollout.Mixture({"b": rows(2)}).restore(state)
 
 
@@ -258,7 +260,7 @@ def test_routed_tasks_are_played_in_their_environment(fake_engine):
 
         return play
 
-    environment = rollout.route({"math": named("math"), "codes": named("codes")})
+    environment = rollout.combine_environments({"math": named("math"), "codes": named("codes")})
     params = SamplingParams(max_tokens=3)
 
     def play(task):
@@ -270,7 +272,7 @@ def test_routed_tasks_are_played_in_their_environment(fake_engine):
     with pytest.raises(ValueError, match="names the environment ''"):
         play({"id": "7"})
     with pytest.raises(ValueError, match="no environments"):
-        rollout.route({})
+        rollout.combine_environments({})
 
 
 # ---- difficulty
@@ -339,7 +341,7 @@ def test_solve_rates_survive_a_changed_list_of_tasks():
     [
         ({"easy": 0.2, "hard": 0.5}, "hard=0.5 and easy=0.2"),
         ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"weights": {"easy": 1.0}}, r"weights are of \['easy'\]"),
+        ({"weights": {"easy": 1.0}}, r"weights are for \['easy'\]"),
         ({"weights": dict.fromkeys(["unseen", "easy", "medium", "hard"], 0.0)}, "'unseen' is 0.0"),
         ({"tasks": [{"id": 1}, {"id": "1"}]}, "two tasks have the id '1'"),
         ({"tasks": [{}, 5]}, r"task 1 is 5 \(int\)"),
@@ -357,7 +359,7 @@ def test_rewards_outside_0_to_1_and_unknown_tasks_are_refused():
     stream = rollout.DifficultyPools(rows(2), seed=0)
     with pytest.raises(ValueError, match=r"rewards of task '0' are \[0.0, 2.0\].*scale"):
         stream.report(stream.draw(), make_group([0.0, 2.0]))
-    with pytest.raises(ValueError, match="'9' is none of the 2"):
+    with pytest.raises(ValueError, match="'9' is not one of the 2"):
         stream.report({"id": "9"}, make_group([0.0]))
 
 

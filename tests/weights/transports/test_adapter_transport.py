@@ -111,12 +111,12 @@ def test_weights_that_are_trained_beside_it_are_refused_when_they_begin_to_be(tm
 def test_engines_and_transports_that_do_not_fit_are_refused(tmp_path):
     model, engine = adapted(), Holder()
     for merged in (weights.SharedMemory, lambda *a: weights.Disk(*a, folder=tmp_path)):
-        with pytest.raises(ValueError, match="samples under the adapter 'policy', and takes"):
+        with pytest.raises(ValueError, match="samples under the adapter 'policy', so it takes"):
             merged(model, engine)
     with rollout.TransformersEngine(testing.tiny_model("qwen3")) as here:
         with pytest.raises(ValueError, match="an engine in this process takes merged weights"):
             weights.transport_to(model, here, publish="adapter")
-    with pytest.raises(ValueError, match="the model has no adapter 'default'; it has none"):
+    with pytest.raises(ValueError, match="the model has no adapter 'default'; its adapters: none"):
         weights.Adapter(testing.tiny_model("qwen3"), engine)
     with pytest.raises(ValueError, match=r'publish=.both.; expected "merged" or "adapter"'):
         weights.transport_to(model, engine, publish="both")

@@ -25,7 +25,7 @@ def servers():
 
 
 def held(servers):
-    return [replica.tensors for replica in servers.workers.values()]
+    return [server.tensors for server in servers.workers.values()]
 
 
 def sent(model, dtype=None):
@@ -49,7 +49,7 @@ def test_every_replica_holds_the_checkpoint_of_the_trainer(family, encoding, tmp
             assert same_bits(tensors, sent(model, torch.bfloat16))
         assert receipt.version == version
         assert receipt.tensors == len(sent(model))
-        assert {r[0]["digest"] for r in receipt.replicas.values()} == {receipt.digest}
+        assert {r[0]["digest"] for r in receipt.servers.values()} == {receipt.digest}
         assert set(receipt.seconds) == {"gather", "encode", "write", "load"}
         assert receipt.metrics == {
             "publish_s": sum(receipt.seconds.values()),
@@ -76,7 +76,7 @@ def test_shared_memory_serves_both_kinds_of_engine_and_leaves_nothing(servers):
 
     assert same_bits(engine.taken, model.state_dict())
     assert all(same_bits(tensors, sent(model)) for tensors in held(servers))
-    assert receipt.replicas.keys() == servers.workers.keys()
+    assert receipt.servers.keys() == servers.workers.keys()
     mine = publications() - before
     assert mine
     del transport
@@ -110,8 +110,8 @@ def test_files_in_shared_memory_are_written_over_whoever_chose_the_folder(server
         transport.publish(version)
         (file,) = (place.path / "w").glob("*.full.safetensors")
         files.append(file.stat().st_ino)
-        for replica in servers.workers.values():
-            assert replica.version == version
+        for server in servers.workers.values():
+            assert server.version == version
     assert files[0] == files[2] != files[1]
     place.close()
 
@@ -142,7 +142,7 @@ def test_a_replica_that_joins_late_or_missed_versions(tmp_path):
 
 
 class Damaging(Replicas):
-    """Damages the publication before the replicas read it."""
+    """Damages the publication before the servers read it."""
 
     def __init__(self, damage):
         super().__init__()
@@ -177,7 +177,7 @@ def test_a_truncated_file(tmp_path):
         RuntimeError, match=r"00000002.full.safetensors in .* is truncated: 1000 bytes"
     ):
         transport.publish(2)
-    assert same_bits(held(servers)[0], before), "the replica keeps serving version 1"
+    assert same_bits(held(servers)[0], before), "the server keeps serving version 1"
     train(model)
     transport.publish(3)
     assert same_bits(held(servers)[0], sent(model))
@@ -219,14 +219,14 @@ def test_a_flipped_bit_in_a_delta_is_answered_by_the_full_version(tmp_path):
 
 
 def test_two_swapped_tensors(tmp_path):
-    """The replica reports what it was handed, not what its file claims."""
+    """The server reports what it was handed, not what its file claims."""
 
     class Swapping(Replicas):
         def load_weights(self, update, *, version, timeout_s=600.0, send=None):
             found = super().load_weights(update, version=version)
-            replica = self.workers["http://replica0"]
+            server = self.workers["http://replica0"]
             one, two = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1))
-            tensors = replica.tensors
+            tensors = server.tensors
             tensors[one], tensors[two] = tensors[two], tensors[one]
             digest = digest_of_all({n: digest_of(t) for n, t in tensors.items()})
             return {url: [{**r[0], "digest": digest}] for url, r in found.items()}
@@ -247,7 +247,7 @@ def test_a_tensor_that_is_not_sent(tmp_path, servers, monkeypatch):
 
     transport = weights.Disk(testing.tiny_model("llama"), servers, folder=tmp_path)
     monkeypatch.setattr(disk, "checkpoint_tensors", lossy)
-    with pytest.raises(ValueError, match=r"not sent: model.norm.weight"):
+    with pytest.raises(ValueError, match=r"tensors are missing: model.norm.weight"):
         transport.publish(1)
     assert servers.calls == 0
     monkeypatch.undo()
@@ -260,7 +260,7 @@ def test_a_publication_that_is_interrupted_is_repaired_by_the_next(tmp_path, ser
 
     class Interrupted(Replicas):
         def load_weights(self, update, *, version, timeout_s=600.0, send=None):
-            if version == 2:  # one replica has it, the other does not
+            if version == 2:  # one server has it, the other does not
                 next(iter(self.workers.values())).prepare(update)
                 raise Stopped
             return super().load_weights(update, version=version)
@@ -283,24 +283,27 @@ RECEIPT = {"version": 5, "digest": "d", "tensors": 3, "unreached": []}
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"version": 4}, r"version: still serves 4 on http://b worker 1"),
-        ({"version": None}, r"version: still serves None on http://b worker 1"),
-        ({"tensors": 2}, r"coverage: 2 tensors of 3 were handed over on http://b worker 1"),
-        ({"unreached": ["lm_head"]}, r"coverage: nothing reached lm_head on http://b worker 1"),
-        ({"digest": "x"}, r"digest: x of what was handed over, not d on http://b worker 1"),
+        ({"version": 4}, r"version: still serves version 4 on http://b worker 1"),
+        ({"version": None}, r"version: still serves version None on http://b worker 1"),
+        ({"tensors": 2}, r"coverage: 2 of 3 tensors were loaded on http://b worker 1"),
+        (
+            {"unreached": ["lm_head"]},
+            r"coverage: no tensor was loaded into lm_head on http://b worker 1",
+        ),
+        ({"digest": "x"}, r"digest: x of the loaded tensors, expected d on http://b worker 1"),
     ],
 )
 def test_one_worker_of_one_replica_that_differs_is_named(changes, why):
-    replicas = {"http://a": [RECEIPT], "http://b": [RECEIPT, {**RECEIPT, **changes}]}
+    servers = {"http://a": [RECEIPT], "http://b": [RECEIPT, {**RECEIPT, **changes}]}
     with pytest.raises(RuntimeError, match=why) as error:
-        check_receipts(replicas, version=5, digest="d", tensors=3)
+        check_receipts(servers, version=5, digest="d", tensors=3)
     assert "http://a" not in str(error.value)
 
 
 def test_a_replica_without_a_receipt_is_an_error():
     with pytest.raises(RuntimeError, match="no worker of http://a answered"):
         check_receipts({"http://a": []}, version=5, digest="d", tensors=3)
-    with pytest.raises(RuntimeError, match="no replica took the weights"):
+    with pytest.raises(RuntimeError, match="no server took the weights"):
         check_receipts({}, version=5, digest="d", tensors=3)
 
 
@@ -317,7 +320,7 @@ def test_publishing_without_an_engine_is_refused(tmp_path):
 
 @pytest.fixture
 def broadcasts():
-    """A model, two replicas of one and two workers, what connects them, and the transport."""
+    """A model, two servers of one and two workers, what connects them, and the transport."""
     model, engine, store = testing.tiny_model("qwen3_moe"), BroadcastReplicas(1, 2), StoreMeeting()
     transport = weights.NCCL(
         model,
@@ -371,7 +374,7 @@ def test_a_group_that_is_complete_refuses_another_member(broadcasts):
     _, engine, _, transport = broadcasts
     counts = engine.workers()
     engine.workers = lambda: {"http://replica0": counts["http://replica0"]}
-    with pytest.raises(RuntimeError, match="the group of 2 is complete"):
+    with pytest.raises(RuntimeError, match="the broadcast group of 2 is complete"):
         transport.publish(1)
 
 

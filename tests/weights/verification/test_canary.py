@@ -11,8 +11,8 @@ from random_steps import trained
 
 from primerl import testing, weights
 from primerl.weights.verification import scoring
-from primerl.weights.verification.served_tensors import Comparison
-from primerl.weights.verification.verdicts import Observation, ReplicaChecks
+from primerl.weights.verification.served_tensors import TensorComparison
+from primerl.weights.verification.verdicts import Observation, ServerChecks
 
 SIZES = {"count": 3, "length": 40, "new_tokens": 6}
 
@@ -100,15 +100,15 @@ def test_default_sequences_are_fixed_and_away_from_the_vocabularys_ends():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "glm4_moe"])
 def test_updates_that_arrive_pass_and_are_seen_to_move(kind):
-    first, *later = run(kind, replicas=2)
+    first, *later = run(kind, servers=2)
 
     assert first.passed
     assert first.tolerance < 1e-4
     for version, verdict in enumerate(later, start=1):
         assert verdict.passed, verdict.reason
         assert verdict.version == version
-        assert [one.replica for one in verdict.replicas] == ["replica 0", "replica 1"]
-        for one in verdict.replicas:
+        assert [one.server for one in verdict.servers] == ["server 0", "server 1"]
+        for one in verdict.servers:
             assert one.moved == pytest.approx(1, abs=0.01)
 
 
@@ -116,7 +116,7 @@ def test_a_version_without_change_is_not_concluded_to_be_old():
     verdicts = run(lr=0.0)
 
     assert all(verdict.passed for verdict in verdicts)
-    assert [verdict.replicas[0].moved for verdict in verdicts] == [None] * 4
+    assert [verdict.servers[0].moved for verdict in verdicts] == [None] * 4
 
 
 def test_a_change_within_the_trainers_own_rounding_is_not_concluded_from():
@@ -133,18 +133,18 @@ def failed(verdicts):
 
 
 def test_an_engine_that_stays_at_the_old_version_fails():
-    reason = failed(run(asleep={"replica 0"}))
+    reason = failed(run(asleep={"server 0"}))
 
     assert "version 1 failed the canary" in reason
-    assert "0% of the change since an earlier check arrived: old weights" in reason
+    assert "0% of the change since an earlier check was seen: old weights" in reason
 
 
 def test_one_of_two_replicas_that_stays_old_is_named():
-    verdicts = run(replicas=2, asleep={"replica 1"})
+    verdicts = run(servers=2, asleep={"server 1"})
 
-    assert "replica 1" in failed(verdicts)
-    assert "replica 0" not in verdicts[1].reason
-    assert [one.passed for one in verdicts[1].replicas] == [True, False]
+    assert "server 1" in failed(verdicts)
+    assert "server 0" not in verdicts[1].reason
+    assert [one.passed for one in verdicts[1].servers] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +176,14 @@ def test_a_stale_prefix_cache_fails_by_the_continuation_alone():
     verdicts = run(clear_cache=False)
 
     assert "the continuation differs by" in failed(verdicts)
-    (one,) = verdicts[1].replicas
+    (one,) = verdicts[1].servers
     assert one.difference < verdicts[1].tolerance, "scores do not read the cache"
     assert one.moved == pytest.approx(1, abs=0.01)
 
 
 def test_after_a_repair_it_passes_again():
     model = testing.tiny_model("llama")
-    engine = CopyEngine(model, asleep={"replica 0"})
+    engine = CopyEngine(model, asleep={"server 0"})
     transport = weights.SharedMemory(model, engine)
     watch = weights.Canary(model, engine, **SIZES)
     assert watch.check(0).passed
@@ -194,18 +194,18 @@ def test_after_a_repair_it_passes_again():
     transport.publish(2)
 
     assert watch.check(2).passed
-    assert watch.check(2).replicas[0].moved is None  # nothing has changed since
+    assert watch.check(2).servers[0].moved is None  # nothing has changed since
 
 
 # ---- bfloat16: noise of each token is far above one update ----
 
 
 def test_in_bfloat16_an_engine_that_does_not_move_at_all_is_caught():
-    faults = {"dtype": torch.bfloat16, "asleep": {"replica 0"}}
+    faults = {"dtype": torch.bfloat16, "asleep": {"server 0"}}
     verdicts = run(canary={"dtype": torch.bfloat16}, steps=1, lr=1e-4, **faults)
 
     assert "0% of the change" in failed(verdicts)
-    assert verdicts[1].replicas[0].difference < verdicts[1].tolerance
+    assert verdicts[1].servers[0].difference < verdicts[1].tolerance
 
 
 @pytest.mark.parametrize(("wrong", "passes"), [((), True), (("w",), False)])
@@ -213,11 +213,11 @@ def test_in_bfloat16_one_odd_token_fails_only_where_a_tensor_differs(wrong, pass
     """Of SmolLM2 on vLLM, 3.4 nats at one of 190 tokens, with noise of 0.14, all tensors equal."""
     noise = np.resize([0.14, -0.14], 570)
     odd = np.where(np.arange(570) == 400, 3.5, noise)
-    checks = ReplicaChecks(dtype=torch.bfloat16, tolerance=None)
+    checks = ServerChecks(dtype=torch.bfloat16, tolerance=None)
 
     def verdict(differences, wrong):
         one = Observation(expected=np.zeros(570), scores=differences, ends=noise[:16])
-        comparison = Comparison(published=1, compared=1, wrong=wrong)
+        comparison = TensorComparison(published=1, compared=1, wrong=wrong)
         return checks.verdicts({"a": one}, {"a": comparison}, rounding=0.1)[0]
 
     assert verdict(noise, ()).passed
@@ -258,16 +258,16 @@ def test_small_updates_add_up_until_they_are_conclusive():
             transport.publish(version)
             yield watch.check(version)
 
-    good, old = list(verdicts()), list(verdicts(asleep={"replica 0"}))
+    good, old = list(verdicts()), list(verdicts(asleep={"server 0"}))
     assert all(verdict.passed for verdict in good)
-    assert good[0].replicas[0].moved is None, "one update alone is not conclusive"
-    concluded = [v.replicas[0].moved for v in good if v.replicas[0].moved is not None]
+    assert good[0].servers[0].moved is None, "one update alone is not conclusive"
+    concluded = [v.servers[0].moved for v in good if v.servers[0].moved is not None]
     assert concluded
     assert min(concluded) > 0.5
     first = next(verdict for verdict in old if not verdict.passed)
     assert first.version > 1
     assert "old weights" in first.reason
-    assert first.replicas[0].difference < first.tolerance
+    assert first.servers[0].difference < first.tolerance
 
 
 # ---- calibration ----
@@ -293,7 +293,7 @@ def test_logprobs_that_leave_temperature_out_fail_the_first_check():
 
         assert not verdict.passed
         assert "logprobs that are not processed" in verdict.reason
-        assert verdict.replicas[0].difference < verdict.tolerance
+        assert verdict.servers[0].difference < verdict.tolerance
 
 
 def test_the_trainers_logprobs_at_a_temperature_are_those_of_the_scaled_logits():
@@ -311,7 +311,7 @@ def test_a_bfloat16_engine_is_refused_if_declared_as_float32():
     model = testing.tiny_model("llama")
     watch = weights.Canary(model, CopyEngine(model, dtype=torch.bfloat16), **SIZES)
 
-    with pytest.raises(RuntimeError, match=r"the most that torch.float32 explains"):
+    with pytest.raises(RuntimeError, match=r"that torch.float32 explains"):
         watch.check(0)
 
 
@@ -326,9 +326,9 @@ def test_nan_fails():
     engine = CopyEngine(model)
     watch = weights.Canary(model, engine, **SIZES)
     watch.check(0)
-    engine.replicas["replica 0"].model.lm_head.weight.data.fill_(math.nan)
-    plain = engine.replicas["replica 0"].go_on
-    engine.replicas["replica 0"].go_on = lambda *_: ([5] * 6, [math.nan] * 6)
+    engine.servers["server 0"].model.lm_head.weight.data.fill_(math.nan)
+    plain = engine.servers["server 0"].go_on
+    engine.servers["server 0"].go_on = lambda *_: ([5] * 6, [math.nan] * 6)
 
     assert plain is not None
     assert not watch.check(0).passed
@@ -337,7 +337,7 @@ def test_nan_fails():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"engine": None}, "rank 0 alone probes"),
+        ({"engine": None}, "pass the engine on rank 0"),
         ({"new_tokens": 0}, "new_tokens=0"),
         ({"length": 1}, "1 sequence of 2 tokens"),
         ({"count": 0}, "count=0"),
@@ -358,18 +358,18 @@ def test_an_engine_that_answers_nonsense_is_an_error():
     class Short(CopyEngine):
         def probe(self, sequences, **options):
             answer = super().probe(sequences, **options)
-            answer["replica 0"][1]["scores"] = answer["replica 0"][1]["scores"][:-1]
+            answer["server 0"][1]["scores"] = answer["server 0"][1]["scores"][:-1]
             return answer
 
     class Gone(CopyEngine):
         def probe(self, sequences, **options):
             return {}
 
-    with pytest.raises(RuntimeError, match="replica 0 gave 39 scores for 40 tokens"):
+    with pytest.raises(RuntimeError, match="server 0 returned 39 scores for 40 tokens"):
         weights.Canary(model, Short(model), **SIZES).check(0)
-    with pytest.raises(RuntimeError, match="no replica"):
+    with pytest.raises(RuntimeError, match="no server"):
         weights.Canary(model, Gone(model), **SIZES).check(0)
 
 
 def test_the_verdict_is_plain_data():
-    assert isinstance(attrs.asdict(run(steps=1)[1])["replicas"][0]["moved"], float)
+    assert isinstance(attrs.asdict(run(steps=1)[1])["servers"][0]["moved"], float)

@@ -14,7 +14,7 @@ from primerl._common.digests import content_of, digest_of_contents
 from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.receipts import check_receipts
 from primerl.weights.verification.served_tensors import (
-    Part,
+    TensorSlice,
     as_builtins,
     compare,
     from_builtins,
@@ -30,7 +30,7 @@ def matrix(*, dtype=torch.float32, seed=0, shape=(6, 8)):
 
 
 def compared(tensors, readings, wire=torch.float32):
-    return compare(tensors.items(), {"replica": readings}, wire=wire)["replica"]
+    return compare(tensors.items(), {"server": readings}, wire=wire)["server"]
 
 
 # ---- readings ----
@@ -47,9 +47,9 @@ def test_any_element_that_is_the_next_number_is_seen(row, column, dtype):
     bits = held.view(torch.int32 if dtype == torch.float32 else torch.int16)
     bits[row, column] += 1
 
-    assert compared({"w": own}, [reading_of(own.clone(), Part(name="w"))]).wrong == ()
-    assert compared({"w": own}, [reading_of(held, Part(name="w"))]).wrong == ("w",)
-    assert compared({"w": own}, [rearranged_reading(held, [Part(name="w")])]).wrong == ("w",)
+    assert compared({"w": own}, [reading_of(own.clone(), TensorSlice(name="w"))]).wrong == ()
+    assert compared({"w": own}, [reading_of(held, TensorSlice(name="w"))]).wrong == ("w",)
+    assert compared({"w": own}, [rearranged_reading(held, [TensorSlice(name="w")])]).wrong == ("w",)
 
 
 @given(
@@ -58,7 +58,7 @@ def test_any_element_that_is_the_next_number_is_seen(row, column, dtype):
 )
 def test_a_part_is_compared_with_the_same_part(rows, columns):
     own = matrix()
-    part = Part(name="w", rows=rows, columns=columns)
+    part = TensorSlice(name="w", rows=rows, columns=columns)
     held = own[slice(*rows)][:, slice(*columns)].contiguous()
 
     assert compared({"w": own}, [reading_of(held, part)]).wrong == ()
@@ -71,7 +71,7 @@ def test_rearranged_parts_are_compared_by_their_elements(seed, padding):
     gate, up = matrix(seed=1), matrix(seed=2)
     order = torch.randperm(96 + padding, generator=torch.Generator().manual_seed(seed))
     held = torch.cat([gate.flatten(), up.flatten(), torch.zeros(padding)])[order]
-    parts = [Part(name="gate"), Part(name="up")]
+    parts = [TensorSlice(name="gate"), TensorSlice(name="up")]
     tensors = {"up": up, "other": matrix(), "gate": gate}
 
     found = compared(tensors, [rearranged_reading(held, parts)])
@@ -82,7 +82,7 @@ def test_rearranged_parts_are_compared_by_their_elements(seed, padding):
 
 def test_a_merged_tensor_with_a_part_that_was_never_published_is_wrong():
     held = torch.cat([matrix(seed=1), matrix(seed=2)])
-    reading = rearranged_reading(held, [Part(name="gate"), Part(name="up")])
+    reading = rearranged_reading(held, [TensorSlice(name="gate"), TensorSlice(name="up")])
 
     assert compared({"gate": matrix(seed=1)}, [reading]).wrong == ("gate", "up")
 
@@ -97,7 +97,7 @@ def test_contents_are_sums_modulo_2_to_the_64():
 def test_rounded_and_unrounded_values_both_pass_in_a_wider_dtype():
     own = matrix()
     for held in (own, own.bfloat16().float()):
-        part = Part(name="w")
+        part = TensorSlice(name="w")
         assert compared({"w": own}, [reading_of(held, part)], torch.bfloat16).wrong == ()
     cut_off = (own.view(torch.int32) & ~0xFFFF).view(torch.float32)
     for held in (cut_off, cut_off.bfloat16()):
@@ -107,8 +107,8 @@ def test_rounded_and_unrounded_values_both_pass_in_a_wider_dtype():
 def test_readings_survive_json():
     held = matrix()
     readings = [
-        reading_of(held[:2], Part(name="a", rows=(0, 2, 1))),
-        rearranged_reading(held, [Part(name="a"), Part(name="b", columns=(1, 8, 2))]),
+        reading_of(held[:2], TensorSlice(name="a", rows=(0, 2, 1))),
+        rearranged_reading(held, [TensorSlice(name="a"), TensorSlice(name="b", columns=(1, 8, 2))]),
     ]
 
     assert from_builtins(json.loads(json.dumps(as_builtins(readings)))) == readings
@@ -132,7 +132,7 @@ def watched(dtype, **faults):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_change_far_below_the_noise_is_seen_in_any_tensor(dtype):
     model, engine, watch = watched(dtype)
-    held = engine.replicas["replica 0"].model.state_dict()
+    held = engine.servers["server 0"].model.state_dict()
     for version, name in enumerate(model.state_dict(), start=1):
         kept = held[name].clone()
         held[name].mul_(1.01)
@@ -140,13 +140,13 @@ def test_a_change_far_below_the_noise_is_seen_in_any_tensor(dtype):
         held[name].copy_(kept)
 
         assert not verdict.passed, name
-        assert verdict.replicas[0].wrong_tensors, name
+        assert verdict.servers[0].wrong_tensors, name
         assert "tensors differ from the trainer's: " in verdict.reason
     verdict = watch.check(99)
     assert verdict.passed, verdict.reason
     assert "tensors are the trainer's bit for bit" in verdict.reason
     assert "by scores alone, a fault of" in verdict.reason
-    (one,) = verdict.replicas
+    (one,) = verdict.servers
     assert one.compared_tensors == one.tensors == len(dict(models.checkpoint_tensors(model)))
 
 
@@ -159,8 +159,8 @@ def test_one_stale_layer_at_1e_6_is_seen_in_bfloat16():
     weights.SharedMemory(model, engine).publish(1)
     verdict = watch.check(1)
 
-    assert verdict.replicas[0].difference < verdict.tolerance, "scores don't tell"
-    assert {name.split(".")[2] for name in verdict.replicas[0].wrong_tensors} == {"1"}
+    assert verdict.servers[0].difference < verdict.tolerance, "scores don't tell"
+    assert {name.split(".")[2] for name in verdict.servers[0].wrong_tensors} == {"1"}
 
 
 def test_an_engine_without_read_weights_is_checked_by_its_scores_alone(caplog):
@@ -174,7 +174,7 @@ def test_an_engine_without_read_weights_is_checked_by_its_scores_alone(caplog):
     for version in range(2):
         assert "no tensor was compared" in watch.check(version).reason
     assert [one.message for one in caplog.records] == [
-        "the engine's tensors can't be read, so scores alone are compared: there is no such method"
+        "the engine's tensors can't be read, so only scores are compared: there is no such method"
     ]
 
 
@@ -226,5 +226,5 @@ def test_a_tensor_that_every_rank_ignores_did_not_arrive():
 
     check(receipt(), receipt(ignored=["a"]))
     check(receipt(ignored=["b"]), receipt(ignored=["a"]))
-    with pytest.raises(RuntimeError, match=r"lm_head.weight is not served by url.*tied"):
+    with pytest.raises(RuntimeError, match=r"lm_head.weight was sent to url.*tied"):
         check(receipt(ignored=["lm_head.weight"]), receipt(ignored=["a", "lm_head.weight"]))

@@ -32,7 +32,7 @@ def require_same(model, before):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "glm4_moe"])
 def test_every_group_arrives_and_the_weights_are_restored(kind):
-    model, engine, arguments = parts(kind, replicas=2)
+    model, engine, arguments = parts(kind, servers=2)
     before = bits(model)
 
     report = weights.wiring_test(*arguments, version=3)
@@ -40,8 +40,8 @@ def test_every_group_arrives_and_the_weights_are_restored(kind):
     assert report.missing == ()
     assert report.unseen == ()
     require_same(model, before)
-    for replica in engine.replicas.values():
-        require_same(replica.model, before)
+    for server in engine.servers.values():
+        require_same(server.model, before)
     groups = {one.group: one for one in report.groups}
     assert groups["model.layers.*.self_attn.q_proj.weight"].tensors == 2
     assert groups["model.embed_tokens.weight"].tensors == 1
@@ -52,7 +52,7 @@ def test_every_group_arrives_and_the_weights_are_restored(kind):
         assert "model.layers.*.mlp.gate.e_score_correction_bias" in groups
     for one in report.groups:
         assert one.predicted >= 0.001
-        assert set(one.moved) == set(one.rest) == {"replica 0", "replica 1"}
+        assert set(one.moved) == set(one.rest) == {"server 0", "server 1"}
     # One publication for each group; one before, one after.
     assert engine.updates == [3] * (len(groups) + 2)
     table = str(report)
@@ -90,15 +90,14 @@ def test_a_group_that_does_not_arrive_is_named(kind, lost, group):
     assert sum(line.endswith("NO") for line in table) == 1
     require_same(model, before)
     assert all(
-        torch.equal(t, before[n])
-        for n, t in engine.replicas["replica 0"].model.state_dict().items()
+        torch.equal(t, before[n]) for n, t in engine.servers["server 0"].model.state_dict().items()
     )
 
 
 def test_one_replica_that_misses_a_group_is_enough():
-    _, engine, arguments = parts(replicas=2)
-    plain = engine.replicas["replica 1"].load
-    engine.replicas["replica 1"].load = lambda tensors, skip, swap: plain(
+    _, engine, arguments = parts(servers=2)
+    plain = engine.servers["server 1"].load
+    engine.servers["server 1"].load = lambda tensors, skip, swap: plain(
         tensors, lambda name: "up_proj" in name, swap
     )
 
@@ -159,7 +158,7 @@ def test_after_any_error_the_weights_are_restored_and_published(error, where, mo
 
     assert len(calls) == 5
     require_same(model, before)
-    require_same(engine.replicas["replica 0"].model, before)
+    require_same(engine.servers["server 0"].model, before)
 
 
 def test_restored_weights_that_do_not_arrive_are_an_error(monkeypatch):

@@ -1,1 +1,1 @@
-"""``TransformersEngine``: a transformers model in this process; the only part with torch."""
+"""``TransformersEngine``, which serves a transformers model in this process and needs torch."""

@@ -1,4 +1,4 @@
-"""Requests in flight in transformers' continuous batching, and updates between their tokens."""
+"""Requests in flight in transformers' continuous batching, with weight updates between tokens."""
 
 import asyncio
 import itertools
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from primerl.rollout.engines.protocol import RouteStore, is_instant
-from primerl.rollout.engines.transformers.routing import RouteRecorder
+from primerl.rollout.engines.transformers.routing import BatchRoutes
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
-# So low that any two different float32 logits decide the sample: greedy, per request.
+# So low that the largest float32 logit is always sampled, which makes one request greedy.
 GREEDY_TEMPERATURE = 1e-10
 
 
 @attrs.define(eq=False)
-class _Request:
-    """A request in flight; one that is recomputed is submitted again, under another id."""
+class _BatchedRequest:
+    """A request in flight; to be recomputed, it is submitted again under another id."""
 
     prompt_ids: list[int]
     params: SamplingParams
     done: "asyncio.Future[str]"
-    """Its result is the finish reason."""
+    """A future whose result is the finish reason."""
     id: str = ""
     resumed_at: int = 0
-    """Tokens that were sampled before the current submission, and are part of its prompt."""
+    """Number of tokens sampled before the current submission, whose prompt includes them."""
     token_ids: list[int] = attrs.Factory(list)
     logprobs: list[float] = attrs.Factory(list)
     versions: list[int] = attrs.Factory(list)
@@ -37,10 +37,10 @@ class Batcher:
     """Samples with a batching manager; all methods run on one event loop.
 
     Args:
-        manager: of ``start_batching``.
-        recompute: whether an update has the requests in flight processed again.
-        version: of the weights.
-        recorder: of expert routes, which go to ``routes``.
+        manager: what ``start_batching`` returned.
+        recompute: whether an update recomputes the KV cache of the requests in flight.
+        version: the version of the weights.
+        recorder: records expert routes, which are put into ``routes``.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class Batcher:
         *,
         recompute: bool,
         version: PolicyVersion,
-        recorder: RouteRecorder | None = None,
+        recorder: BatchRoutes | None = None,
         routes: RouteStore | None = None,
     ) -> None:
         self.manager = manager
         self.can_pause = hasattr(manager, "pause")  # since transformers 5.19
         self.version = version
-        self.requests: dict[str, _Request] = {}
+        self.requests: dict[str, _BatchedRequest] = {}
         self.open = asyncio.Event()
-        """Unset while new requests wait for an update."""
+        """Cleared while new requests wait for an update."""
         self.open.set()
         self._recompute = recompute
         self._ids = itertools.count()
@@ -74,7 +74,7 @@ class Batcher:
         Raises:
             RuntimeError: generation failed.
         """
-        request = _Request(prompt, params, asyncio.get_running_loop().create_future())
+        request = _BatchedRequest(prompt, params, asyncio.get_running_loop().create_future())
         await self.open.wait()
         self._submit(request)
         try:
@@ -95,14 +95,14 @@ class Batcher:
                 self._cancelled.append(request.id)
 
     def lengths(self) -> list[int]:
-        """The tokens of each request in flight, prompt and completion; called from any thread."""
+        """Return each request's tokens, prompt and completion; callable from any thread."""
         return [
             len(request.prompt_ids) + len(request.token_ids)
             for request in list(self.requests.values())
         ]
 
     async def update(self, pairs: list[tuple[Tensor, Tensor]], version: PolicyVersion) -> None:
-        """Copy new values into served tensors, ``(served, new)``, between two tokens."""
+        """Copy new values into served tensors, given as ``(served, new)``, between two tokens."""
         if not self.can_pause:
             return await self._drain_and_load(pairs, version)
         restart = list(self.requests.values()) if self._recompute else []
@@ -111,9 +111,9 @@ class Batcher:
             self._cancelled.append(request.id)
         try:
             with self.manager.pause():
-                # The manager is paused between two steps. Results that it delivered are queued
-                # here, in order; receive them first, so that each token gets the version that
-                # sampled it.
+                # The manager is paused between two steps, and its last results are queued on this
+                # event loop. Receive them first, so that each token gets the version that sampled
+                # it.
                 await asyncio.sleep(0)
                 self._load(pairs, version)
                 for request in restart:
@@ -121,7 +121,7 @@ class Batcher:
                         self._submit(request)
                 self._forget_cancelled()
         except Exception as error:
-            for request in restart:  # they were cancelled, and nothing else would answer them
+            for request in restart:  # cancelled above, so nothing else would answer them
                 if not request.done.done():
                     request.done.set_exception(RuntimeError(f"the weight update failed: {error}"))
             raise
@@ -133,8 +133,8 @@ class Batcher:
                 request.done.set_exception(RuntimeError(reason))
         await asyncio.sleep(0)
 
-    async def _put_routes(self, request: _Request) -> tuple[str, ...]:
-        """Store the routes of a completed request, if any are recorded; returns references."""
+    async def _put_routes(self, request: _BatchedRequest) -> tuple[str, ...]:
+        """Store the routes of a completed request, if any are recorded; return references."""
         if self._recorder is None or self._routes is None or request.params.temperature == 0:
             return ()
         prompt_length = len(request.prompt_ids)
@@ -154,7 +154,7 @@ class Batcher:
             return put()
         return await asyncio.to_thread(put)
 
-    def _submit(self, request: _Request) -> None:
+    def _submit(self, request: _BatchedRequest) -> None:
         """Submit a request, with the tokens sampled so far, to the batching manager."""
         request.resumed_at = len(request.token_ids)
         earlier, request.id = request.id, f"primerl-{next(self._ids)}"
@@ -174,7 +174,7 @@ class Batcher:
             raise RuntimeError(f"generation has stopped: {self._failure or 'unknown cause'}")
 
     def _receive(self, output: Any) -> None:
-        """Receive the tokens of a request; called after every token."""
+        """Receive the new tokens of a request; called after every token."""
         request = self.requests.get(output.request_id)
         if request is None or request.done.done():
             return
@@ -195,7 +195,7 @@ class Batcher:
             while self.requests:
                 waiting = [request.done for request in self.requests.values()]
                 await asyncio.wait(waiting)
-                await asyncio.sleep(0)  # let finished requests leave the table
+                await asyncio.sleep(0)  # lets finished requests leave self.requests
             self._load(pairs, version)
             self._forget_cancelled()
         finally:

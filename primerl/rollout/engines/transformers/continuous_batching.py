@@ -1,4 +1,4 @@
-"""Setting up transformers' continuous batching, for every version that has it."""
+"""Setup of transformers' continuous batching, for every version of transformers that has it."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ STOP_S = 30.0
 
 
 def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: int | None) -> Any:
-    """Start and return a batching manager, whose loop runs in a thread of its own.
+    """Start and return a batching manager, whose loop runs in its own thread.
 
     It reports processed logprobs, takes a temperature per request, runs steps synchronously (an
     update must fall between two steps) and shares no cache blocks between requests.
@@ -57,7 +57,7 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
     manager = model.init_continuous_batching(
         generation_config=generation, continuous_batching_config=config(**options)
     )
-    # Its thread inherits that it is a daemon, so that the process can exit if nobody stops it.
+    # The manager's thread inherits daemon=True, so the process can exit if nobody stops it.
     starter = threading.Thread(target=manager.start, daemon=True)
     starter.start()
     starter.join()
@@ -76,15 +76,16 @@ def start_batching(model: Any, *, max_concurrent: int, cache_tokens: int, seed: 
 
 @functools.cache
 def _register_scheduler() -> str:
-    """Add our scheduler to those that transformers has; returns its name."""
+    """Add this module's scheduler to those of transformers; return its name."""
     module = "transformers.generation.continuous_batching.scheduler"
     scheduler = require(module, extra="transformers")
 
     class Unblocked(scheduler.FIFOScheduler):  # type: ignore[misc]  # known at run time only
-        """Admits requests again when all that were active have been cancelled.
+        """Admits requests again after all active requests have been cancelled.
 
-        After it had to evict requests, transformers admits none until another one ends. If all are
-        cancelled, as by an update, none would, and those that wait would wait forever.
+        After evicting requests, transformers admits no request until another one ends. If all
+        active requests are cancelled, as by an update, none ends, and the waiting requests would
+        wait forever.
         """
 
         def clear_cancelled_requests(self) -> Any:
@@ -99,12 +100,12 @@ def _register_scheduler() -> str:
 
 
 def stop_batching(manager: Any) -> None:
-    """End the manager's loop; its thread would keep the process from ending."""
+    """End the manager's loop, whose thread would otherwise keep the process from ending."""
     manager.stop(block=True, timeout=STOP_S, **supported(manager.stop, hard_stop=True))
 
 
 def supported(function: Callable[..., Any], **options: Any) -> dict[str, Any]:
-    """The ``options`` that this version of the function accepts."""
+    """Return the ``options`` that this version of the function accepts."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in known}
 

@@ -1,4 +1,4 @@
-"""An engine in this process: transformers' continuous batching with in-flight weight updates."""
+"""An engine in this process: transformers' continuous batching, with in-flight weight updates."""
 
 import asyncio
 import bisect
@@ -24,7 +24,7 @@ from primerl.rollout.engines.transformers.continuous_batching import (
     start_batching,
     stop_batching,
 )
-from primerl.rollout.engines.transformers.routing import Capture, RouteRecorder
+from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -39,33 +39,35 @@ class TransformersEngine:
     ``update_weights`` takes effect between two tokens, while requests are in flight:
 
     - ``on_update="recompute"``: the KV cache of requests in flight is recomputed with the new
-      weights. Each token's logprob equals a plain forward pass of its version.
+      weights. Each token's logprob equals that of a plain forward pass of the token's version.
     - ``on_update="keep"``: the KV cache stays, so tokens sampled after an update attend to keys and
-      values of older weights. Cheaper, and slightly off every version's policy. (A request whose
-      cache is evicted for lack of memory is recomputed with the weights of that moment.)
+      values of older weights. This is cheaper, but the tokens are sampled from a policy that is
+      slightly different from that of any version. (A request whose cache is evicted for lack of
+      memory is recomputed with the weights of that moment.)
 
     Prefixes are never shared between requests, because a shared block would survive an update.
     Before transformers 5.19, batching can't be paused: an update waits until the requests in flight
-    have finished, while new ones wait for the update, and both modes are the same.
+    have finished, while new ones wait for the update, so the two modes do the same.
 
     All state belongs to the engine's own event loop, so ``generate`` may be awaited on any loop and
     ``update_weights`` called from any thread.
 
     Args:
         model: a causal language model with full or sliding attention; it is copied.
-        dtype: of the copy's parameters and KV cache, such as ``torch.bfloat16``; updates are
-            rounded to it. None: the model's own.
+        dtype: the dtype of the copy's parameters and KV cache, such as ``torch.bfloat16``; updates
+            are rounded to it. None: the model's dtype.
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
         cache_tokens: capacity of the KV cache, in tokens.
-        version: of the model's weights: 0, or the step from which a run resumes.
-        seed: of the process's random generator, which the requests in flight share: what each
-            draws depends on how they are batched.
-        routes: where the expert routes of completions go, for router replay. Greedy ones have
-            none: they are not trained.
-        capture: records them: ``replay.capture``.
-        prepare: is called with the copy before it serves, to change how it computes; what a model
-            is prepared with by module, such as the product of its experts, is not copied with it.
+        version: the version of the model's weights: 0, or the step from which a run resumes.
+        seed: the seed of the process's random generator. The requests in flight share the
+            generator, so their samples depend on how they are batched.
+        routes: the store for the expert routes of completions, for router replay. Greedy
+            completions are not trained and have none.
+        capture: ``replay.capture``, which records the routes.
+        prepare: called with the copy before it serves, to change how it computes. Settings that are
+            registered per module, such as the ``matmul`` of ``parallel.divide_experts``, are not
+            copied with the model, so they must be applied here.
 
     Raises:
         ValueError: continuous batching does not support this model, or only one of ``routes`` and
@@ -92,7 +94,7 @@ class TransformersEngine:
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
         if (routes is None) != (capture is None):
             raise ValueError(
-                "expert routes need both: routes=, a store such as replay.Store, and "
+                "expert routes need two arguments: routes=, a store such as replay.Store, and "
                 "capture=replay.capture"
             )
         refuse_inference_mode()
@@ -120,9 +122,9 @@ class TransformersEngine:
         )
         self._version = version
         self.routes = routes
-        """Where expert routes go, None where they are not recorded."""
+        """The store of expert routes; None if routes are not recorded."""
         self._capture = capture
-        self._recorder: RouteRecorder | None = None
+        self._recorder: BatchRoutes | None = None
         self._batcher: Batcher | None = None
         self._loop: BackgroundLoop | None = None
 
@@ -142,9 +144,9 @@ class TransformersEngine:
         return self._vocab_size
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """The load, as vLLM names its metrics: what runs, what waits, and how full the cache is.
+        """Return the load under vLLM's metric names: running requests, waiting requests, cache use.
 
-        The cache holds the tokens of all requests, in pages; more than it has room for wait.
+        The cache holds the tokens of all requests, in pages; requests that do not fit wait.
 
         Raises:
             RuntimeError: the engine is not running.
@@ -163,11 +165,11 @@ class TransformersEngine:
         return {"this process": load}
 
     def start(self) -> "TransformersEngine":
-        """Start serving; ``with`` does so, and closes the engine at its end."""
+        """Start serving; ``with`` calls this, and closes the engine at its end."""
         refuse_inference_mode()
         with ExitStack() as on_failure:
             if self._capture is not None:  # first: if it refuses the model, no thread has started
-                self._recorder = RouteRecorder(self._model, self._capture)
+                self._recorder = BatchRoutes(self._model, self._capture)
                 on_failure.callback(self._recorder.close)
             manager = self._start_batching()
             on_failure.pop_all()
@@ -203,7 +205,7 @@ class TransformersEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        session: str | None = None,  # noqa: ARG002  there is one replica
+        session: str | None = None,  # noqa: ARG002  there is one server
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
@@ -222,11 +224,11 @@ class TransformersEngine:
     def update_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, timeout_s: float = 600.0
     ) -> None:
-        """Load new weights, which sample from the next token on; returns when they are loaded.
+        """Load new weights, which sample from the next token on; return when they are loaded.
 
         Args:
-            tensors: the model's parameters and saved buffers by name; a shared tensor under either
-                of its names.
+            tensors: the model's parameters and saved buffers by name; a shared tensor needs only
+                one of its names.
             version: the policy version of the weights.
             timeout_s: how long pausing and loading may take.
 
@@ -249,11 +251,11 @@ class TransformersEngine:
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
-            raise ValueError("the prompt is empty; a completion needs at least one token before it")
+            raise ValueError("the prompt is empty; expected at least one token")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise ValueError(
-                f"the prompt has a token outside the model's vocabulary of {self.vocab_size}: is "
-                "the tokenizer the model's own?"
+                f"the prompt has a token outside the model's vocabulary of {self.vocab_size}; "
+                "check that the tokenizer belongs to the model"
             )
         if len(prompt) + params.max_tokens > self.context_length:
             raise ValueError(
@@ -289,8 +291,8 @@ def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 def _match_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pair each served tensor with its new value: ``(served, new)``.
 
-    The names are those of ``model.state_dict()``: parameters and saved buffers. A tensor that two
-    names share needs only one of them.
+    The names are those of ``model.state_dict()``: parameters and saved buffers. A tensor with two
+    names needs only one of them.
 
     Raises:
         ValueError: a name is unknown, a shape differs, or a tensor is missing.

@@ -1,4 +1,4 @@
-"""Expert routes of requests that are batched together."""
+"""Recording of expert routes for requests that are batched together."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -12,7 +12,7 @@ from primerl.types import PolicyVersion
 
 @runtime_checkable
 class CapturedRows(Protocol):
-    """What ``replay.capture`` yields."""
+    """The captured experts of a forward pass, as ``replay.capture`` yields them."""
 
     @property
     def rows(self) -> Any:
@@ -21,21 +21,21 @@ class CapturedRows(Protocol):
 
 
 Capture = Callable[[nn.Module], AbstractContextManager[CapturedRows]]
-"""Records the experts that a model's tokens are sent to: ``replay.capture``."""
+"""A function that records the experts of a model's tokens, such as ``replay.capture``."""
 
 
-class _Recording:
-    """The routes of a request's tokens, from the first one on."""
+class _RequestRoutes:
+    """The expert routes of a request's tokens, from the first token on."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._versions: list[PolicyVersion] = []
 
     def add(self, rows: np.ndarray, *, start: int, version: PolicyVersion) -> None:
-        """Record the rows of tokens from ``start`` on, but of none for a second time.
+        """Record the rows of tokens from ``start`` on, except those recorded before.
 
-        The first row of a token is the one whose logprob was sampled from; a request that is
-        recomputed has others.
+        A token's first row is the one whose forward pass sampled the next token. If the request is
+        recomputed, its tokens get other rows, which are ignored.
         """
         recorded = len(self._versions) - start
         if not 0 <= recorded < len(rows):
@@ -45,10 +45,10 @@ class _Recording:
         self._versions += [version] * len(fresh)
 
     def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of tokens ``start`` to ``end - 1``, and their versions.
+        """Return the rows of tokens ``start`` to ``end - 1``, and their versions.
 
         Raises:
-            RuntimeError: they end earlier.
+            RuntimeError: fewer tokens were recorded.
         """
         if len(self._versions) < end:
             raise RuntimeError(
@@ -58,11 +58,11 @@ class _Recording:
         return np.concatenate(self._parts)[start:end], versions
 
 
-class RouteRecorder:
-    """Divides the routes of each forward pass among the requests of its batch.
+class BatchRoutes:
+    """Splits the expert routes of each forward pass among the requests of its batch.
 
     Args:
-        model: that serves; hooks stay on it until ``close``.
+        model: the serving model; hooks stay on it until ``close``.
         capture: ``replay.capture``.
     """
 
@@ -73,26 +73,26 @@ class RouteRecorder:
         self._entered.callback(handle.remove)
         self._manager: Any = None
         self._version: Callable[[], PolicyVersion] = int
-        self._recordings: dict[str, _Recording] = {}
+        self._recordings: dict[str, _RequestRoutes] = {}
 
     def follow(self, manager: Any, version: Callable[[], PolicyVersion]) -> None:
-        """Record the batches of ``manager``, whose forward passes are of the current version."""
+        """Record the batches of ``manager``; each forward pass has the current version."""
         self._manager = manager
         self._version = version
 
     def begin(self, request_id: str, *, continues: str | None = None) -> None:
-        """Record a request; what was recorded under the id that it ``continues`` stays its own."""
+        """Begin to record a request; keep what was recorded under the id that it ``continues``."""
         earlier = None if continues is None else self._recordings.pop(continues, None)
-        self._recordings[request_id] = earlier or _Recording()
+        self._recordings[request_id] = earlier or _RequestRoutes()
 
     def forget(self, request_id: str) -> None:
-        """Drop what was recorded of a request."""
+        """Drop the recorded routes of a request."""
         self._recordings.pop(request_id, None)
 
     def rows(self, request_id: str, *, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """The routes of a request's tokens from ``start`` to before ``end``, and their versions.
+        """Return the rows of tokens ``start`` to ``end - 1`` of a request, and their versions.
 
-        Forgets the request.
+        The request is then forgotten.
 
         Raises:
             RuntimeError: a token was not processed.
@@ -100,14 +100,14 @@ class RouteRecorder:
         return self._recordings.pop(request_id).between(start, end)
 
     def close(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         self._entered.close()
 
     def _record(self, _model: nn.Module, _args: Any, _output: Any) -> None:
-        """After a forward pass, in the manager's thread."""
+        """Record a forward pass; a forward hook, called in the manager's thread."""
         if self._manager is None or self._manager.batch_processor is None:
             return
-        # Sets have no order. Sorting all at once here saves each request from it later.
+        # The order of a token's experts has no meaning; sort all here rather than per request.
         rows = np.sort(self._captured.rows.numpy(force=True), axis=-1)
         version = self._version()
         row = 0

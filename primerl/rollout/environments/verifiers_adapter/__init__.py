@@ -1,7 +1,7 @@
-"""Environments of the ``verifiers`` library (0.4), sampled by our engines.
+"""Adapter for environments of the ``verifiers`` library (0.4), sampled by primerl's engines.
 
-Everything that knows verifiers is in this package. Modules that import verifiers itself (``agent``,
-``client``, ``harness``, ``tools``) are imported when an environment is first played.
+All code that depends on verifiers is in this package. Modules that import verifiers itself
+(``agent``, ``client``, ``harness``, ``tools``) are imported when an environment is first played.
 """
 
 from primerl.rollout.environments.verifiers_adapter.environment import verifiers

@@ -18,7 +18,7 @@ _PORT_FILE = re.compile(r"/tmp/vf-port-[0-9a-f]{32}")
 
 
 class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
-    """A subprocess runtime whose folder is made on first use: few rollouts need one."""
+    """A subprocess runtime that creates its folder on first use, because few rollouts need one."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -42,7 +42,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
         return self._folder is not None or bool(self._background)
 
     async def start(self) -> None:
-        """Make the folder, whose name tool servers need."""
+        """Create the folder, because tool servers need its name."""
         self.info.id = str(self.workdir)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
@@ -52,14 +52,14 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
         await super().run_background(argv, env, log)
 
     async def teardown(self) -> None:
-        """Stop what runs in the folder, and remove it."""
+        """Stop the processes that run in the folder, and remove it."""
         if self.used:
             await super().teardown()
         for path in self._port_files:
             _remove_port_file(path)
 
     def cleanup(self) -> None:
-        """The same without an event loop."""
+        """Do the same as ``teardown``, but without an event loop."""
         for process in self._background:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -70,9 +70,10 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
 
 
 class EngineAgent(vf.Agent):  # type: ignore[misc]
-    """An agent of an environment, sampled by the engine.
+    """An agent of a verifiers environment, sampled by the engine.
 
-    Tasks of ``task_type`` have ``shared_tools``; without a harness, the one of the config is kept.
+    Tasks of ``task_type`` have ``shared_tools``. If ``harness`` is None, the agent has the harness
+    that ``config`` specifies.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
         self._traces: list[Any] = []
 
     def for_episode(self, traces: list[Any]) -> "EngineAgent":
-        """This agent in one episode, whose finished traces are appended to ``traces``."""
+        """Return a copy of this agent for one episode; it appends finished traces to ``traces``."""
         agent = copy.copy(self)
         agent._traces = traces
         return agent
@@ -156,7 +157,7 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
     @contextlib.asynccontextmanager
     async def _workspace(self, task: Any, runtime: Any) -> AsyncIterator[Any]:
         if runtime is not None or not isinstance(self.runtime_config, vf.SubprocessConfig):
-            yield runtime  # the environment's own, or one that verifiers starts
+            yield runtime  # the environment's own, or None: verifiers starts one
             return
         box = Workspace()
         try:
@@ -169,14 +170,14 @@ class EngineAgent(vf.Agent):  # type: ignore[misc]
 
 
 def _remove_port_file(path: str) -> None:
-    """Remove a port file; a path that can't be verifiers' is left alone."""
+    """Remove a port file, unless its path is not of the form that verifiers uses."""
     if _PORT_FILE.fullmatch(path):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def remove_port_files(runtime: Any) -> None:
-    """Remove the files in which a runtime's tool servers report their ports; verifiers leaves them.
+    """Remove the files with a runtime's tool servers' ports, which verifiers does not remove.
 
     Verifiers gives the path only to the server, so it is read from the environment variables with
     which the server was started.

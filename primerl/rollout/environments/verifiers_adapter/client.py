@@ -1,4 +1,4 @@
-"""An engine as verifiers' model client."""
+"""verifiers' model client, implemented by an engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from primerl._common.optional import require
-from primerl.rollout.conversations.calls import Call, ContextFull, shared_tokens
+from primerl.rollout.conversations.calls import ContextFull, EngineCall, shared_tokens
 from primerl.rollout.conversations.history import History
 from primerl.rollout.conversations.messages import Message
 from primerl.rollout.engines.chat_endpoint import PromptTooLong
@@ -21,21 +21,21 @@ vf: Any = require("verifiers.v1", extra="verifiers")
 class ModelReply:
     """The policy's reply as verifiers' message, and the call that sampled it.
 
-    An engine that takes messages has no call to give.
+    ``call`` is None for an engine that takes messages, because it does not report tokens.
     """
 
     message: Any
     finish_reason: str
     usage: Any
-    call: Call | None = None
+    call: EngineCall | None = None
 
 
 class EngineClient(vf.Client):  # type: ignore[misc]
-    """verifiers' model client over one engine, for one episode.
+    """verifiers' model client for one episode, implemented by one engine.
 
-    Each trace has a ``History``, so what was sampled goes back to the engine token for token. The
-    renderer's stop tokens stop a reply as well as those of ``params``. An engine that takes
-    messages (it has ``chat``) needs no renderer.
+    Each trace has a ``History``, so sampled tokens are fed back to the engine unchanged. Replies
+    end at the stop tokens of the renderer and of ``params``. An engine that takes messages (one
+    with a ``chat`` method) needs no renderer.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, renderer: Any) -> None:
@@ -49,7 +49,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
     async def complete(
         self, messages: Sequence[Message], *, tools: Sequence[Any], trace: str
     ) -> ModelReply:
-        """The reply to ``messages``, a whole conversation in OpenAI's form, of the trace's agent.
+        """Return the reply to ``messages``, a whole conversation of ``trace`` in OpenAI's format.
 
         Raises:
             ContextFull: the prompt leaves no room for a reply.
@@ -62,7 +62,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         except ContextFull:
             raise
         except Exception as error:
-            self.error = error  # verifiers keeps only its text
+            self.error = error  # stored here, because verifiers keeps only its text
             raise
 
     async def _sample(self, messages: Sequence[Message], tools: Any, trace: str) -> ModelReply:
@@ -81,7 +81,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         )
 
     async def _chat(self, messages: Sequence[Message], tools: Any) -> ModelReply:
-        """The reply of an engine that takes messages."""
+        """Return the reply of an engine that takes messages."""
         engine: Any = self._engine
         try:
             reply = await engine.chat(list(messages), self._params, tools=tools)
@@ -96,7 +96,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         )
 
     async def respond(self, turn: Any) -> Any:
-        """The reply to verifiers' ``PendingTurn``, as its ``Response``."""
+        """Return the reply to verifiers' ``PendingTurn`` as verifiers' ``Response``."""
         messages = [wire_message(message) for message in turn.prompt]
         reply = await self.complete(messages, tools=turn.tools, trace=turn.trace.id)
         return vf.Response.model_construct(
@@ -118,7 +118,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         turn: Any = None,
         headers: Mapping[str, str] | None = None,  # noqa: ARG002
     ) -> Any:
-        """Serve a harness that uses HTTP, through verifiers' own server."""
+        """Return the reply for a harness that uses HTTP, through verifiers' own server."""
         try:
             response = await self.respond(turn)
         except ContextFull as error:
@@ -128,8 +128,8 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         return response
 
 
-def _turn_tokens(call: Call) -> Any:
-    """A call as verifiers' tokens of a turn."""
+def _turn_tokens(call: EngineCall) -> Any:
+    """Convert a call to verifiers' ``TurnTokens``."""
     return vf.TurnTokens.model_construct(
         prompt_ids=shared_tokens(call.prompt_ids),
         completion_ids=shared_tokens(call.completion.token_ids),
@@ -138,13 +138,13 @@ def _turn_tokens(call: Call) -> Any:
 
 
 def wire_tool(tool: Any) -> dict[str, Any]:
-    """A tool's schema in OpenAI's form."""
+    """Return a tool's schema in OpenAI's format."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
 def wire_message(message: Any) -> dict[str, Any]:
-    """A message in OpenAI's form."""
+    """Convert verifiers' message to OpenAI's format."""
     wire = {"role": message.role, "content": _text(message.content)}
     if message.role == "assistant":
         if message.reasoning_content is not None:
@@ -162,7 +162,7 @@ def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if any(part.type != "text" for part in content):
-        raise ValueError("a message holds an image; this adapter renders text only")
+        raise ValueError("a message has a part that is not text; this adapter supports text only")
     return "\n".join(part.text for part in content)
 
 
@@ -172,7 +172,7 @@ def _wire_call(call: Any) -> dict[str, Any]:
 
 
 def _own_message(message: Message) -> Any:
-    """A reply in OpenAI's form as verifiers' message."""
+    """Convert a reply in OpenAI's format to verifiers' message."""
     calls = [
         vf.ToolCall(
             id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"]

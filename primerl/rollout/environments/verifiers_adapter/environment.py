@@ -1,4 +1,4 @@
-"""Environments written for ``verifiers``, with rollouts sampled by an engine."""
+"""Environments of the ``verifiers`` library, played with an engine, and their tasks."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.conversations.calls import Call, stitch
+from primerl.rollout.conversations.calls import EngineCall, stitch
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Task
 from primerl.rollout.environments.verifiers_adapter.loading import load
@@ -18,7 +18,7 @@ from primerl.rollout.errors import EnvironmentFailed
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.types import Rollout, SamplingParams
 
-# Verifiers' errors name what was raised in their text: "task setup: KeyError: 'no such room'".
+# Verifiers' errors give the original error in their text: "task setup: KeyError: 'no such room'".
 _ERROR = re.compile(r"\b([A-Z]\w*): ")
 
 
@@ -35,28 +35,31 @@ def verifiers(
     tool_timeout_s: float = 60.0,
     startup_timeout_s: float = 180.0,
 ) -> "VerifiersEnvironment":
-    """An environment of the ``verifiers`` library (0.4), and its tasks.
+    """Return an environment of the ``verifiers`` library (0.4), which includes its tasks.
 
         environment = rollout.verifiers("reasoning-gym:chain_sum", tokenizer=tokenizer)
         with rollout.worker(engine, environment, environment.tasks, ...) as rollouts:
 
     Args:
-        id: an installed package, ``name`` or ``owner/name@version``, optionally followed by a colon
-            and the taskset's ``dataset``.
+        id: the name of an installed package, ``name`` or ``owner/name@version``, optionally
+            followed by a colon and the taskset's ``dataset``.
         tokenizer: a Hugging Face tokenizer; None for an engine that takes messages.
         config: verifiers' environment config: ``{"taskset": {...}, "agent": {...}}``.
-        renderer: turns messages into tokens: a ``renderers`` renderer or its config. By default
-            the model's own if ``renderers`` knows its name, else the tokenizer's chat template.
-        agent: the agent that is trained, if an environment has several that could be.
-        max_turns: model calls of one agent; the rollout then ends with ``stop="max_turns"``.
-        keep_conversation: whether rollouts have their ``conversation``, of the last branch.
-        timeout_s: of one rollout, including set-up and scoring.
-        tool_timeout_s: of one tool call; the policy gets an error when it has passed.
-        startup_timeout_s: within which the environment's shared tool servers have to answer.
+        renderer: the renderer that turns messages into tokens, or a config for the ``renderers``
+            package. By default it is the model's own renderer if ``renderers`` knows the model's
+            name, and otherwise one that uses the tokenizer's chat template.
+        agent: the name of the agent to train, if several agents of the environment are trainable.
+        max_turns: maximum number of model calls of one agent; a rollout that reaches it ends with
+            ``stop="max_turns"``.
+        keep_conversation: whether each rollout stores its last branch in ``conversation``.
+        timeout_s: timeout of one rollout, including set-up and scoring.
+        tool_timeout_s: timeout of one tool call; when it expires, the policy gets an error as the
+            result.
+        startup_timeout_s: timeout for the environment's shared tool servers to start.
 
     Raises:
-        ImportError: verifiers is missing or of another version.
-        ValueError: there is no such environment, or the config is not one it takes.
+        ImportError: verifiers is not installed, or its version is not supported.
+        ValueError: there is no such environment, or it does not accept the config.
     """
     environment = VerifiersEnvironment(
         id=id,
@@ -70,16 +73,16 @@ def verifiers(
         tool_timeout_s=tool_timeout_s,
         startup_timeout_s=startup_timeout_s,
     )
-    environment.load()  # raises an error of the name or config here, not in a worker
+    environment.load()  # so that a wrong name or config raises an error here, not in a worker
     return environment
 
 
 @attrs.define(kw_only=True, eq=False, slots=False)
 class VerifiersEnvironment:
-    """``async (task, engine, params) -> Rollout`` over a verifiers environment.
+    """A verifiers environment as an ``async (task, engine, params) -> Rollout``.
 
-    Made by ``verifiers``. It can be pickled: servers and agents are set up on the first call, once
-    for each event loop, and closed by ``aclose`` or with the loop.
+    Made by ``verifiers``. It can be pickled: servers and agents are set up by the first call on
+    each event loop, and closed by ``aclose`` or with the loop.
     """
 
     id: str
@@ -106,7 +109,7 @@ class VerifiersEnvironment:
         return Tasks(self)
 
     def load(self) -> Any:
-        """Verifiers' own environment object, loaded once in each process."""
+        """Return verifiers' own environment object, which is loaded once per process."""
         if self._loaded is None:
             self._loaded = load(
                 self.id,
@@ -118,20 +121,20 @@ class VerifiersEnvironment:
         return self._loaded
 
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
-        """Play ``task``: one from ``tasks``.
+        """Play ``task``, which comes from ``tasks``.
 
         Raises:
-            TimeoutError: the rollout, or its scoring, took too long.
-            RuntimeError: the environment's own code failed; the message says where and how.
-            ValueError: not exactly one agent of the episode is to be trained.
-            Exception: what the engine raised, unchanged.
+            TimeoutError: the rollout or its scoring took too long.
+            RuntimeError: the environment's own code failed; the message gives its error.
+            ValueError: the episode does not have exactly one agent run to train.
+            Exception: any error of the engine, unchanged.
         """
         from primerl.rollout.environments.verifiers_adapter.client import EngineClient
         from primerl.rollout.environments.verifiers_adapter.harness import CLIENT
 
         if self.tokenizer is None and not hasattr(engine, "chat"):
             raise ValueError(
-                f"{self.id} was made without a tokenizer, and the engine samples tokens; pass "
+                f"{self.id} was made without a tokenizer, but the engine takes tokens; pass "
                 "tokenizer= to rollout.verifiers"
             )
         running = await self._set_up()
@@ -177,7 +180,7 @@ class VerifiersEnvironment:
                 startup_timeout_s=self.startup_timeout_s,
             )
         if not running.ready.done():
-            await asyncio.shield(running.ready)  # other rollouts wait for it, too
+            await asyncio.shield(running.ready)  # shielded, because other rollouts wait for it, too
         running.ready.result()
         return running
 
@@ -216,7 +219,8 @@ class VerifiersEnvironment:
 class Tasks:
     """The tasks of a verifiers environment as mappings, in order; endless if the taskset is.
 
-    Each has an ``"id"``, the ``"prompt"`` if there is one, and verifiers' own task as ``"data"``.
+    Each has an ``"id"``, a ``"prompt"`` if there is one, and the data of verifiers' task as
+    ``"data"``.
     """
 
     def __init__(self, environment: VerifiersEnvironment, first: int = 0) -> None:
@@ -225,7 +229,7 @@ class Tasks:
 
     def __iter__(self) -> Iterator[Task]:
         for task in itertools.islice(self._environment.load().taskset, self._first, None):
-            # Defaults are left out at the top only: of a message, they are its role.
+            # Leave out defaults at the top level only: in a message, the role is a default.
             set_fields = task.data.model_dump(exclude_defaults=True)
             whole = task.data.model_dump(mode="json")
             data = {name: whole[name] for name in set_fields}
@@ -236,14 +240,16 @@ class Tasks:
             yield plain
 
     def split(self, count: int) -> tuple[list[Task], "Tasks"]:
-        """The first ``count`` tasks, to be held out, and the rest."""
+        """Return the first ``count`` tasks, to be held out, and the rest."""
         first = list(itertools.islice(self, count))
         return first, Tasks(self._environment, self._first + count)
 
 
 def _rebuild(environment: Any, task: Task) -> Any:
     if "data" not in task:
-        raise ValueError(f"the task has no 'data', only {sorted(task)}; take it from .tasks")
+        raise ValueError(
+            f"the task has no 'data', its keys are {sorted(task)}; take tasks from .tasks"
+        )
     taskset = environment.taskset
     kind = type(taskset).task_type()
     return kind(kind.data_type().model_validate(task["data"]), taskset.config.task)
@@ -268,8 +274,8 @@ def _rollout(trace: Any, params: SamplingParams) -> Rollout:
     )
 
 
-def _stop(trace: Any, calls: list[Call]) -> str:
-    """Why the episode ended: how its last reply did, unless the environment says more."""
+def _stop(trace: Any, calls: list[EngineCall]) -> str:
+    """Return why the episode ended: a stop condition, or how the last reply ended."""
     if trace.stop_condition not in (None, "agent_completed", "user_closed"):
         return str(trace.stop_condition)
     if calls:
@@ -279,7 +285,7 @@ def _stop(trace: Any, calls: list[Call]) -> str:
 
 
 def _usage(trace: Any) -> dict[str, float]:
-    """The token counts of an endpoint that takes messages; of others, there are the samples."""
+    """Return the token counts that an endpoint reported, for rollouts without samples."""
     usages = [call.usage for call in trace.calls if call.usage is not None]
     if not usages:
         return {}
@@ -290,7 +296,7 @@ def _usage(trace: Any) -> dict[str, float]:
 
 
 def _conversation(trace: Any) -> dict[str, Any]:
-    """The last branch of the trace, as ``primerl.data`` reads conversations."""
+    """Return the trace's last branch in the form of conversations that ``primerl.data`` reads."""
     from primerl.rollout.environments.verifiers_adapter.client import wire_message, wire_tool
 
     branch = trace.branches[-1]

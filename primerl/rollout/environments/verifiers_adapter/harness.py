@@ -1,4 +1,4 @@
-"""verifiers' chat loop with tools, inside this process and without HTTP."""
+"""A harness that runs verifiers' chat loop with tools in this process, without HTTP."""
 
 import contextlib
 import secrets
@@ -27,7 +27,7 @@ CLIENT: ContextVar[EngineClient] = ContextVar("primerl_engine_client")
 
 
 class EngineInterception(_interception.Interception):  # type: ignore[misc]
-    """Connects rollouts of this process with their model client.
+    """The connection between the rollouts of this process and their model client.
 
     With ``http`` it also listens on a port, for stateful tool servers and harnesses that use HTTP.
     """
@@ -44,7 +44,7 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
 
     @contextlib.asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[tuple[str, str, str]]:
-        """Register ``session`` with the client of the episode that is being played."""
+        """Register ``session`` with the model client of the current episode."""
         client = CLIENT.get()
         async with contextlib.AsyncExitStack() as stack:
             if self._server is None:
@@ -59,7 +59,7 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
 
 
 class EngineHarness(vf.Harness):  # type: ignore[misc]
-    """Plays as verifiers' ``null`` harness does, which starts a program for each rollout."""
+    """A harness that acts like verifiers' ``null``, but starts no program for each rollout."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -73,11 +73,11 @@ class EngineHarness(vf.Harness):  # type: ignore[misc]
         self.http = http
 
     async def launch(self, *_: Any, **__: Any) -> Any:
-        """Not used: ``session`` holds the conversation."""
-        raise NotImplementedError("EngineHarness plays through its session")
+        """Raise ``NotImplementedError``: this harness is played through ``session``."""
+        raise NotImplementedError("EngineHarness has no launch(); play it through session()")
 
     async def session(self, *place: Any, **options: Any) -> Any:
-        """The conversation of one rollout."""
+        """Return the chat session of one rollout."""
         return ChatSession(self, *place, **options)
 
 
@@ -115,14 +115,14 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
         async def answers(reply: Any) -> AsyncIterator[Any]:
             for call in reply.tool_calls or ():
                 result = await self._call(tools, call)
-                if result is None:  # the rollout is over, and so is the next turn
+                if result is None:  # the rollout is over, so the next turn returns None
                     return
                 yield result
 
         await take_turns(self._messages, reply=lambda: self._turn(offered), answers=answers)
 
     async def _turn(self, tools: list[Any]) -> Any:
-        """The assistant's next message, or None if the rollout is over."""
+        """Return the assistant's next message, or None if the rollout is over."""
         session = self._rollout
         if session.released or session.stopped or await session.refused() is not None:
             return None
@@ -151,24 +151,24 @@ class ChatSession(vf.HarnessSession):  # type: ignore[misc]
         return vf.ToolMessage(tool_call_id=call.id, content=content, name=call.name)
 
 
-# One set, shared by all nodes: thousands of rollouts are in flight.
+# One set shared by all nodes, because thousands of rollouts are in flight.
 _NODE_FIELDS = set(vf.MessageNode.model_fields)
 
 
 class PlainTurns:
-    """Turns without hooks of the environment: new messages are appended to the trace.
+    """Turns in an environment without hooks, where new messages are appended to the trace.
 
-    verifiers itself hashes the whole conversation at each turn to find its place in the trace,
-    which is known here.
+    verifiers itself hashes the whole conversation at each turn to find its node in the trace. Here
+    the node is known.
     """
 
     def __init__(self, session: Any) -> None:
         self._session = session
         self._leaf: int | None = None
-        self._wire: list[Message] = []  # of the messages in the trace, in OpenAI's form
+        self._wire: list[Message] = []  # the trace's messages in OpenAI's format
 
     async def take(self, messages: list[Any], tools: list[Any]) -> Any:
-        """The reply to ``messages``, which extend those of the last turn and its reply."""
+        """Return the reply to ``messages``, which begin with the last turn's and its reply."""
         session, trace, started = self._session, self._session.trace, time.time()
         new = messages[len(self._wire) :]
         wire = [*self._wire, *(wire_message(message) for message in new)]
@@ -194,7 +194,7 @@ class PlainTurns:
         logprobs: list[float] = []
         if call is not None:
             logprobs = SampledLogprobs(call.completion, filled_context=call.filled_context)
-        # All fields are given: pydantic would inspect the signature of each default factory.
+        # All fields are given, because pydantic would inspect each default factory's signature.
         node = vf.MessageNode.model_construct(
             _NODE_FIELDS,
             parent=self._leaf,
@@ -214,13 +214,13 @@ class PlainTurns:
 
 
 class HookedTurns:
-    """Turns through verifiers' own graph and hooks, for environments that intercept messages."""
+    """Turns in an environment that intercepts messages, through verifiers' graph and hooks."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
 
     async def take(self, messages: list[Any], tools: list[Any]) -> Any:
-        """The reply to ``messages``, or None if a hook ended the rollout."""
+        """Return the reply to ``messages``, or None if a hook ended the rollout."""
         session, trace = self._session, self._session.trace
         request = vf.Request(messages=messages, tools=tools or None)
         request, rewrites, stopped = await session.rewrite_request(request)

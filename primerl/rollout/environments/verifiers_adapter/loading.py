@@ -1,4 +1,4 @@
-"""Find, configure and load a verifiers environment."""
+"""Functions that find, configure and load a verifiers environment."""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +16,7 @@ def load(
     max_turns: int | None,
     tool_timeout_s: float,
 ) -> Any:
-    """Verifiers' ``Env`` for ``name``; its agents run on this machine unless it says otherwise."""
+    """Return verifiers' ``Env`` for ``name``, whose agents by default run on this machine."""
     _check_version()
     vf: Any = require("verifiers.v1", extra="verifiers")
     package, colon, dataset = name.partition(":")
@@ -65,13 +65,13 @@ def _check_version() -> None:
 
 
 def _agent_config(declared: Any, *, harness: str, max_turns: int | None) -> dict[str, Any]:
-    # What the environment's author declared for an agent takes precedence.
+    # Settings that the environment's author declared for an agent take precedence.
     ours: dict[str, Any] = {
         "model": "policy",
         "client": {"type": "train", "api_key_var": "PRIMERL_NO_KEY"},
     }
     if "runtime" not in declared.model_fields_set:
-        ours["runtime"] = {"type": "subprocess"}  # verifiers' own default is a remote machine
+        ours["runtime"] = {"type": "subprocess"}  # the default of verifiers is a remote machine
     if declared.harness is None:
         ours["harness"] = {"id": harness}
     if declared.max_turns is None and max_turns is not None:
@@ -80,7 +80,10 @@ def _agent_config(declared: Any, *, harness: str, max_turns: int | None) -> dict
 
 
 def _taskset_id(package: str) -> str:
-    """The name by which verifiers finds it: of its own, ``<name>_environment``, or ``<name>``."""
+    """Return the id by which verifiers finds ``package``.
+
+    It names one of verifiers' own tasksets, ``<name>_environment``, or ``<name>``.
+    """
     module = package.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     if module.isidentifier():
         for name in (f"verifiers.v1.tasksets.{module}", f"{module}_environment", module):

@@ -1,4 +1,4 @@
-"""A verifiers environment that is set up on an event loop."""
+"""A verifiers environment that has been set up on an event loop."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ CLOSE_S = 30.0
 
 
 class RunningEnvironment:
-    """The agents of a verifiers environment on the running event loop, with what they share."""
+    """The agents of a verifiers environment on one event loop, with their shared resources."""
 
     def __init__(self, env: Any, renderer: Any, *, startup_timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -24,11 +24,11 @@ class RunningEnvironment:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be set up."""
+        """Whether setting up the environment failed."""
         return self.ready.done() and (self.ready.cancelled() or self.ready.exception() is not None)
 
     async def play(self, task: Any) -> list[Any]:
-        """Play one episode; returns the trace of every agent's run, finished ones first."""
+        """Play one episode, and return the traces of all agent runs in the order they finished."""
         vf = require("verifiers.v1", extra="verifiers")
         env, traces = self._env, list[Any]()
         agents = vf.Agents(env.config, lambda name, _: self._agents[name].for_episode(traces))
@@ -48,7 +48,7 @@ class RunningEnvironment:
             await self._task
 
     async def _hold(self) -> None:
-        # One asyncio task enters and exits all contexts, which some of them require.
+        # One asyncio task enters and exits all contexts, because some of them require it.
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(self._startup_timeout_s):
@@ -56,7 +56,7 @@ class RunningEnvironment:
             except asyncio.CancelledError:
                 self.ready.cancel()
                 raise
-            except Exception as error:  # raised by those who await ``ready``
+            except Exception as error:  # awaiting ``ready`` raises it
                 self.ready.set_exception(error)
                 return
             self.ready.set_result(None)
@@ -70,14 +70,14 @@ class RunningEnvironment:
         task_type = type(env.taskset).task_type()
         shared = await stack.enter_async_context(env.shared_tools())
         for tool in shared.values():
-            agent.remove_port_files(tool.runtime)  # the ports have been read
+            agent.remove_port_files(tool.runtime)  # the ports have been read already
         specs = {name: spec for name, spec in env.config if isinstance(spec, vf.AgentConfig)}
         in_process = {
             name: spec.harness is not None and spec.harness.id == "null"
             for name, spec in specs.items()
         }
         tools = bool(shared or task_type.toolsets(env.taskset.config.task))
-        # Agents outside this process need it, and tools that ask for the task's state.
+        # HTTP is needed by agents outside this process, and by tools that use the task's state.
         http = tools or not all(in_process.values()) or type(env) is not vf.SingleAgentEnv
         interception = await stack.enter_async_context(
             harness.EngineInterception(

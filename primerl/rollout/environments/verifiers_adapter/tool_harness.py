@@ -1,4 +1,4 @@
-"""A verifiers harness whose agent calls functions of this process: no program is installed."""
+"""A verifiers harness whose agent calls functions of this process, without any program."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -14,19 +14,19 @@ vf: Any = require("verifiers.v1", extra="verifiers")
 
 
 class ToolHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]  # a class known at run time only
-    """``tool_timeout`` bounds one call in seconds, ``max_output`` its result in characters."""
+    """Limits of each tool call: its timeout in seconds, and the characters of its result."""
 
     tool_timeout: float = 60.0
     max_output: int = 16_384
 
 
 class ToolHarness(vf.Harness[ToolHarnessConfig]):  # type: ignore[misc]
-    """An agent that calls tools until it answers without a call.
+    """A harness whose agent calls tools until it replies without a tool call.
 
-    A subclass defines ``tools``; what acts does so in the ``runtime`` that it is given. The model
-    is asked through verifiers' own server, so the harness works with any of verifiers' clients;
-    played by ``rollout.verifiers``, it is token-exact as all harnesses are. Mistakes of the policy
-    are returned to it as the call's result.
+    A subclass defines ``tools``, which run commands and change files in the given ``runtime``. The
+    harness sends its requests to verifiers' own server, so it works with any of verifiers' clients.
+    In ``rollout.verifiers`` it is token-exact, like every harness. Mistakes of the policy in a tool
+    call are returned to it as the call's result.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -35,7 +35,7 @@ class ToolHarness(vf.Harness[ToolHarnessConfig]):  # type: ignore[misc]
     NEEDS_CONTAINER = False
 
     def tools(self, runtime: Any, data: Any) -> Sequence[Tool]:
-        """What the agent may call in one rollout of the task ``data``."""
+        """Return the tools that the agent may call in one rollout of the task ``data``."""
         raise NotImplementedError
 
     async def launch(
@@ -58,7 +58,7 @@ class ToolHarness(vf.Harness[ToolHarnessConfig]):  # type: ignore[misc]
         )
         failure = ""
         headers = {"Authorization": f"Bearer {secret}"}
-        # The rollout's own deadline cancels it.
+        # No timeout: the rollout's own deadline cancels the request.
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
         async with aiohttp.ClientSession(headers=headers, timeout=unlimited) as http:
             messages = self._opening(data)

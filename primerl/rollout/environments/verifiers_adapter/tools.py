@@ -1,4 +1,4 @@
-"""An environment's tools, called over MCP with a timeout."""
+"""Tools of an environment's tool servers, called over MCP with a timeout."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ _transport: Any = require("mcp.client.streamable_http", extra="verifiers")
 _http: Any = require("httpx2", extra="verifiers")
 
 
-MAX_BYTES = 1 << 24  # of one answer of a tool server
+MAX_BYTES = 1 << 24  # per answer of a tool server
 
 
 def connections() -> Any:
-    """The HTTP connections to tool servers, for all rollouts of an event loop.
+    """Return an HTTP client for tool servers, which all rollouts of an event loop share.
 
-    Making them for each rollout would cost 30 ms, mostly for certificates. An answer of more than
-    ``MAX_BYTES`` is an error, and so is any compressed answer.
+    A client per rollout would cost 30 ms each, mostly for certificates. An answer that is
+    compressed or has more than ``MAX_BYTES`` is an error.
     """
     return _http.AsyncClient(
         follow_redirects=True,
@@ -60,7 +60,9 @@ class _Bounded(_http.AsyncByteStream):  # type: ignore[misc]
 async def toolbox(
     urls: Mapping[str, str], http: Any, *, timeout_s: float
 ) -> AsyncIterator["ServedTools"]:
-    """The tools of the servers at ``urls``, by their names, over ``connections``.
+    """Connect to the tool servers at ``urls``, by name, and yield their tools.
+
+    ``http`` is the client that ``connections`` returned.
 
     Raises:
         verifiers.v1.ToolsetError: a server does not answer within ``timeout_s``, or two tools have
@@ -96,9 +98,9 @@ async def toolbox(
 
 
 class ServedTools:
-    """Tools that the policy may call.
+    """The tools of an environment's servers, which the policy may call.
 
-    ``owners`` has, for each name, the server's client and its own name for the tool.
+    ``owners`` maps each tool's name to its server's client and to the server's name for the tool.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class ServedTools:
         self._timeout_s = timeout_s
 
     async def call(self, name: str, arguments: str) -> str:
-        """The result as text; a mistake of the policy is returned to it as text, too."""
+        """Return the result of a call as text; mistakes of the policy are returned as text, too."""
         if name not in self._owners:
             return f"error: there is no tool {name!r}, only {sorted(self._owners)}"
         try:

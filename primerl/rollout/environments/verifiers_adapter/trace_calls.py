@@ -1,20 +1,20 @@
-"""From verifiers' trace to engine calls, of which samples are made."""
+"""Conversion of verifiers' traces to engine calls, from which samples are stitched."""
 
 from typing import Any
 
-from primerl.rollout.conversations.calls import Call
+from primerl.rollout.conversations.calls import EngineCall
 from primerl.types import Completion
 
 
 class SampledLogprobs(list[float]):
-    """A completion's logprobs as verifiers stores them, with the completion itself.
+    """A completion's logprobs as the list that verifiers stores, with the completion itself.
 
-    verifiers' trace has no field for per-token versions, but keeps this list in the node of the
+    verifiers' trace has no field for per-token versions, but it stores this list in the node of the
     reply, so the versions stay with their tokens.
 
     Args:
-        completion: what the engine returned.
-        filled_context: the reply ended because the context did.
+        completion: the engine's completion.
+        filled_context: whether the reply ended because the context was full.
     """
 
     def __init__(self, completion: Completion, *, filled_context: bool = False) -> None:
@@ -23,17 +23,19 @@ class SampledLogprobs(list[float]):
         self.filled_context = filled_context
 
 
-def trace_calls(trace: Any) -> list[Call]:
-    """The engine calls of a trace, whose nodes come after their parents.
+def trace_calls(trace: Any) -> list[EngineCall]:
+    """Return the engine calls of a trace, whose nodes come after their parents.
 
-    A call extends the one before it on its path, also where an environment said something in the
-    policy's place: the tokens tell, whatever was asked for.
+    A call extends the last call before it on its path, even if an environment inserted a message in
+    the policy's place in between: the nodes hold the exact tokens of every prompt.
 
     Raises:
         ValueError: a reply's tokens are not those that the engine sampled.
     """
-    calls: list[Call] = []
-    ends: list[tuple[Call | None, list[int]]] = []  # of each node: the last call, the tokens since
+    calls: list[EngineCall] = []
+    ends: list[
+        tuple[EngineCall | None, list[int]]
+    ] = []  # per node: its last call, and the tokens since
     for index, node in enumerate(trace.nodes):
         call, before = (None, []) if node.parent is None else ends[node.parent]
         tokens = [*before, *node.token_ids]
@@ -45,7 +47,7 @@ def trace_calls(trace: Any) -> list[Call]:
                     f"reply {index} of the trace does not end with the tokens that were sampled; "
                     "a hook of the environment changed them"
                 )
-            call = Call(
+            call = EngineCall(
                 new_ids=tokens[:start],
                 completion=reply.completion,
                 parent=call,

@@ -1,1 +1,1 @@
-"""Tiers that run a program for each order: container engines and gVisor."""
+"""Tiers that start one host program per job: containers and gVisor."""

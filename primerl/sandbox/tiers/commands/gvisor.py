@@ -1,4 +1,4 @@
-"""A tier of gVisor (``runsc``): a kernel of its own, in user space, for each order."""
+"""The tier ``gvisor``: each job runs on its own user-space kernel (``runsc``)."""
 
 import json
 import os
@@ -6,22 +6,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.engine.barriers import skeleton
 from primerl.sandbox.errors import Probe
+from primerl.sandbox.guest.isolation import shared_root
 from primerl.sandbox.results import Isolation
-from primerl.sandbox.tiers.commands.tier import ENGINE, GUEST, NOBODY, CommandTier, answers
+from primerl.sandbox.tiers.commands.tier import GUEST, GUEST_FOLDER, NOBODY, CommandTier, answers
 
 
 class Gvisor(CommandTier):
-    """``runsc run`` of a bundle; never ``runsc do``, which shows the host's files."""
+    """The tier ``gvisor``, which starts one ``runsc run`` of an OCI bundle per job.
+
+    It does not use ``runsc do``, which would show the host's files.
+    """
 
     name = "gvisor"
 
     def command(self, name: str, files: Path | None) -> list[str]:
-        """See ``CommandTier``; it also writes the bundle."""
+        """Write an OCI bundle, and return the ``runsc run`` command line for it."""
         bundle = self.folder / "bundles" / name
         root = bundle / "rootfs"
-        for path in ("dev", "proc", "tmp", "sandbox", ENGINE.lstrip("/")):
+        for path in ("dev", "proc", "tmp", "sandbox", GUEST_FOLDER.lstrip("/")):
             (root / path).mkdir(parents=True)
         for path in self.options.readable:
             _make_place(path, root)
@@ -29,33 +32,33 @@ class Gvisor(CommandTier):
         return [*self._runsc(), "run", "--bundle", str(bundle), name]
 
     def removal(self, name: str) -> list[str]:
-        """See ``CommandTier``."""
+        """Return the ``runsc delete`` command line."""
         return [*self._runsc(), "delete", "--force", name]
 
     async def probes(self) -> list[Probe]:
-        """See ``Tier``."""
+        """Check that ``runsc`` is installed and runs."""
         return [await answers("runsc", "--version")]
 
     def isolation(self) -> Isolation:
-        """See ``Tier``."""
+        """Describe the isolation by gVisor."""
         return Isolation(
             tier=self.name,
             shared_kernel=False,
-            memory="an address space of at most the limit for each process, their sum unlimited",
-            user=f"user {NOBODY} of gVisor's kernel",
+            memory="a limit on the address space of each process; their sum is not limited",
+            user=f"user {NOBODY} inside gVisor's kernel",
             layers=("gVisor's kernel in user space", "read-only root", "no capabilities"),
             stops=(
-                "system calls of the host's kernel: gVisor answers them",
+                "system calls to the host's kernel: gVisor handles them",
                 "reading and writing the host's files",
                 "network: no network",
-                "seeing, signalling and tracing the host's processes and other sandboxes",
+                "seeing, signaling and tracing the host's processes and other sandboxes",
                 "more time and output than allowed",
             ),
             does_not_stop=(
                 "a bug in gVisor, followed by one in the kernel",
-                "more processes and files, and memory of all processes together, than allowed",
+                "more processes, files or total memory than allowed",
                 "in sessions, more disk than allowed",
-                "side channels of the processor and of timing",
+                "processor and timing side channels",
                 "reading the listed read-only folders",
             ),
         )
@@ -67,19 +70,19 @@ class Gvisor(CommandTier):
         return [shutil.which("runsc") or "runsc", *options]
 
     def _configuration(self, files: Path | None) -> dict[str, Any]:
-        """The bundle's configuration, by the runtime specification of the OCI."""
+        """Return the bundle's ``config.json``, per the OCI runtime specification."""
         user = NOBODY if os.getuid() == 0 else 0  # rootless, only one user is mapped
         space = ["nosuid", "nodev", f"size={self.options.limits.disk_bytes}", "mode=1777"]
         mounts = [
             _mount("proc", "/proc", "proc"),
             _mount("tmpfs", "/dev", "tmpfs"),
             _mount("tmpfs", "/tmp", "tmpfs", *space),
-            _mount(f"{self.folder}/engine", ENGINE, "bind", "rbind", "ro"),
+            _mount(f"{self.folder}/guest", GUEST_FOLDER, "bind", "rbind", "ro"),
         ]
         if files is None:
-            mounts.append(_mount("tmpfs", skeleton.HOME, "tmpfs", *space))
+            mounts.append(_mount("tmpfs", shared_root.HOME, "tmpfs", *space))
         else:
-            mounts.append(_mount(str(files), skeleton.HOME, "bind", "rbind", "rw"))
+            mounts.append(_mount(str(files), shared_root.HOME, "bind", "rbind", "rw"))
         shown = [path for path in self.options.readable if not os.path.islink(path)]
         mounts += [_mount(path, path, "bind", "rbind", "ro") for path in shown]
         nothing: list[str] = []
@@ -90,7 +93,7 @@ class Gvisor(CommandTier):
                 "user": {"uid": user, "gid": user},
                 "args": [self.options.python, "-I", "-c", GUEST],
                 "env": ["PATH=/usr/bin:/bin", "LANG=C.UTF-8"],
-                "cwd": skeleton.HOME,
+                "cwd": shared_root.HOME,
                 "capabilities": dict.fromkeys(names, nothing),
                 "noNewPrivileges": True,
             },
@@ -108,7 +111,7 @@ def _mount(source: str, target: str, kind: str, *options: str) -> dict[str, Any]
 
 
 def _make_place(path: str, root: Path) -> None:
-    """Make the link, or what ``path`` is mounted on, in the bundle's root."""
+    """Create the symlink or the mount point for ``path`` in the bundle's root."""
     place = root / path.lstrip("/")
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.islink(path):

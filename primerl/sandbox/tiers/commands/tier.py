@@ -1,8 +1,8 @@
-"""What the tiers have in common that run one program for each order: gVisor and containers.
+"""The common part of the tiers that start one host program per job: gVisor and containers.
 
-The program starts our guest (``engine/guest.py``) inside, which reads the order from stdin. In a
-session, the files of ``/sandbox`` are in a folder of the host's, and all else begins anew with each
-order: processes don't go on from one to the next.
+The host program starts the guest program (``guest/single_job.py``) inside the sandbox, which reads
+the job from stdin. In a session, the files of ``/sandbox`` are kept in a folder on the host.
+Everything else starts anew with each job: no process survives from one job to the next.
 """
 
 import asyncio
@@ -17,28 +17,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.engine import messages
-from primerl.sandbox.engine.guest import READY
-from primerl.sandbox.engine.removal import remove
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
+from primerl.sandbox.guest import messages
+from primerl.sandbox.guest.removal import remove
+from primerl.sandbox.guest.single_job import READY
 from primerl.sandbox.results import Result
-from primerl.sandbox.tiers import shipping
+from primerl.sandbox.tiers import guest_files
 from primerl.sandbox.tiers.host import new_folder
-from primerl.sandbox.tiers.interface import Options, Order, Tier
+from primerl.sandbox.tiers.interface import Job, Options, Tier
 from primerl.sandbox.tiers.streams import Input, Output
 
-ENGINE = "/.engine"  # where sandboxes find the guest
-GUEST = shipping.program(ENGINE, "guest")
+GUEST_FOLDER = "/.guest"  # path of the guest code inside sandboxes
+GUEST = guest_files.program(GUEST_FOLDER, "single_job")
 NOBODY = 65534
-_ENDS_LATER_S = 10.0  # the guest's own limit of time, for owners that crash
+_ENDS_LATER_S = 10.0  # the guest enforces its timeout this much later, in case the owner crashed
 _STOP_S = 30.0
 _ANSWER_S = 30.0
-# Of the owner's environment, what container engines look at; none of it reaches the inside.
+# The variables of the owner's environment that container engines read; none reaches the sandbox.
 _PASSED = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINER_HOST", "STORAGE_DRIVER")
 
 
 class CommandTier(Tier):
-    """A tier that runs one program for each order."""
+    """A tier that starts one host program per job."""
 
     lacks = frozenset({"network", "roots", "turns", "connections"})
 
@@ -55,31 +55,34 @@ class CommandTier(Tier):
             SandboxError: the pool isn't running.
         """
         if self._folder is None:
-            raise SandboxError("the pool isn't running")
+            raise SandboxError(
+                "the pool isn't running: use it as `async with SandboxPool() as pool`"
+            )
         return self._folder
 
     def command(self, name: str, files: Path | None) -> list[str]:
-        """The program that runs a sandbox of that name, with the guest as its command.
+        """Return the command line that runs the guest program in a sandbox of the given name.
 
-        ``files`` is a folder to be ``/sandbox``; without it, that is empty and in memory.
+        ``files`` is a host folder to mount as ``/sandbox``. If it is None, ``/sandbox`` is an empty
+        tmpfs.
         """
         raise NotImplementedError
 
     def removal(self, name: str) -> list[str]:
-        """The program that ends and removes a sandbox of that name."""
+        """Return the command line that ends and removes the sandbox of the given name."""
         raise NotImplementedError
 
     @property
     def alive(self) -> bool:
-        """See ``Tier``."""
+        """Whether the tier was started and not closed."""
         return self._folder is not None
 
     async def start(self) -> None:
-        """See ``Tier``."""
+        """Check the requirements, copy the guest code to a folder, and run a test job."""
         await self.require_probes()
         self._folder = new_folder()
         try:
-            await asyncio.to_thread(shipping.copy_engine, self._folder / "engine")
+            await asyncio.to_thread(guest_files.copy_guest, self._folder / "guest")
             self._folder.chmod(0o711)
             await self._try()
         except BaseException:
@@ -87,24 +90,24 @@ class CommandTier(Tier):
             raise
 
     async def make(self, settings: Mapping[str, Any]) -> "CommandSandbox":
-        """See ``Tier``."""
+        """Create a sandbox, with a host folder for its files if it is a session's."""
         files = None
         if settings.get("session"):
             files = self.folder / f"session-{secrets.token_hex(16)}"
             files.mkdir()
-            files.chmod(0o777)  # whatever user the sandbox has; none else knows the name
+            files.chmod(0o777)  # for any user in the sandbox; no other process knows the name
         ends_in_s = settings.get("lifetime_s", math.inf)
         return CommandSandbox(self, files, ends_at=time.monotonic() + ends_in_s)
 
     async def close(self) -> None:
-        """See ``Tier``."""
+        """Wait for pending cleanups, and remove the pool's folder."""
         await asyncio.gather(*self._cleaning, return_exceptions=True)
         if self._folder is not None:
             await asyncio.to_thread(remove, str(self._folder))
             self._folder = None
 
     def clean(self, name: str, files: Path | None) -> None:
-        """Remove what an ended sandbox leaves, behind the caller's back."""
+        """Remove what an ended sandbox left behind, in a background task."""
         removal = self.removal(name)
 
         def work() -> None:
@@ -119,7 +122,7 @@ class CommandTier(Tier):
 
     async def _try(self) -> None:
         sandbox = await self.make({})
-        order = Order(
+        job = Job(
             kind="argv",
             header={"argv": ["true"], "environment": {}, "folder": "."},
             files={},
@@ -129,18 +132,20 @@ class CommandTier(Tier):
             output_bytes=4096,
         )
         try:
-            done = await sandbox.execute(order)
+            done = await sandbox.execute(job)
             if not done.ok:
-                raise SandboxError(f"{done.limits_hit or done.exit}: {done.stderr!r:.300}")
+                raise SandboxError(
+                    f"{done.limits_hit or done.exit} (limits or exit code): {done.stderr!r:.300}"
+                )
         except SandboxError as error:
             raise SandboxUnavailable(
-                f"the tier {self.name!r} can't make sandboxes here: {error}",
+                f"the tier {self.name!r} can't run sandboxes on this machine: {error}",
                 [Probe(name="run", message=str(error))],
             ) from error
 
 
 class CommandSandbox:
-    """A name, perhaps a folder, and the program that runs while there is an order."""
+    """A sandbox that exists as a host program while a job runs, and as a folder between jobs."""
 
     def __init__(self, tier: CommandTier, files: Path | None, *, ends_at: float) -> None:
         self._tier = tier
@@ -152,11 +157,11 @@ class CommandSandbox:
 
     @property
     def alive(self) -> bool:
-        """See ``Sandbox``."""
+        """Whether the sandbox can take jobs: it was not killed, and is within its lifetime."""
         return not self._ended and time.monotonic() < self._ends_at
 
-    async def execute(self, order: Order) -> Result:
-        """See ``Sandbox``."""
+    async def execute(self, job: Job) -> Result:
+        """Start the host program, send it the job, and return the result."""
         loop = asyncio.get_running_loop()
         started = time.perf_counter()
         begun: asyncio.Future[None] = loop.create_future()
@@ -170,16 +175,16 @@ class CommandSandbox:
             if not begun.done():
                 begun.set_result(None)
 
-        given = Input(messages.packed(self._header(order), [*order.files.values()]) + order.stdin)
+        given = Input(messages.packed(self._header(job), [*job.files.values()]) + job.stdin)
         outputs = [
-            Output(order.output_bytes + len(READY), lambda: end("output"), begin),
-            Output(order.output_bytes, lambda: end("output")),
+            Output(job.output_bytes + len(READY), lambda: end("output"), begin),
+            Output(job.output_bytes, lambda: end("output")),
         ]
         handle = -1
         try:
             handle = await self._start(given, outputs)
             loop.add_reader(handle, end, "")
-            limit_s = min(order.timeout_s, self._ends_at - time.monotonic())
+            limit_s = min(job.timeout_s, self._ends_at - time.monotonic())
             reason = await _first(begun, over, self._tier.options.start_timeout_s, limit_s)
             self._stop()
             assert self._process is not None
@@ -195,7 +200,9 @@ class CommandSandbox:
                 output.close()
         if not stdout.startswith(READY):
             said = stderr.decode(errors="replace").strip()
-            raise SandboxError(f"the tier {self._tier.name!r} started no sandbox: {said[-500:]}")
+            raise SandboxError(
+                f"the tier {self._tier.name!r} could not start a sandbox: {said[-500:]}"
+            )
         overflowed = any(output.overflowed for output in outputs)
         limits = ("output",) if overflowed else (reason,) if reason else ()
         return Result(
@@ -207,14 +214,14 @@ class CommandSandbox:
         )
 
     def kill(self) -> None:
-        """See ``Sandbox``."""
+        """End the host program, and remove the sandbox's files."""
         self._stop()
         if not self._ended:
             self._ended = True
             self._tier.clean(self._name, self._files)
 
     async def _start(self, given: Input, outputs: Sequence[Output]) -> int:
-        """Start the program; returns a handle of it."""
+        """Start the host program and return its pidfd."""
         self._name = f"primerl-{secrets.token_hex(8)}"
         theirs = [given.theirs, *(output.theirs for output in outputs)]
         start = asyncio.to_thread(
@@ -223,7 +230,9 @@ class CommandSandbox:
         try:
             self._process = await asyncio.shield(asyncio.ensure_future(start))
         except OSError as error:
-            raise SandboxError(f"the tier {self._tier.name!r}: {error}") from error
+            raise SandboxError(
+                f"the tier {self._tier.name!r} could not start its program: {error}"
+            ) from error
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
@@ -234,24 +243,24 @@ class CommandSandbox:
             self._process.kill()
             self._tier.clean(self._name, None)
 
-    def _header(self, order: Order) -> dict[str, Any]:
+    def _header(self, job: Job) -> dict[str, Any]:
         limits = self._tier.options.limits
-        seconds = math.ceil(order.timeout_s) * limits.processes
+        seconds = math.ceil(job.timeout_s) * limits.processes
         rlimits = {
-            "RLIMIT_AS": limits.address_space_bytes or order.memory_bytes,
+            "RLIMIT_AS": limits.address_space_bytes or job.memory_bytes,
             "RLIMIT_CORE": 0,
             "RLIMIT_CPU": seconds,
             "RLIMIT_FSIZE": limits.disk_bytes,
             "RLIMIT_NOFILE": limits.open_files,
         }
-        ends_in_s = order.timeout_s + _ENDS_LATER_S
-        return order.complete_header | {"rlimits": rlimits, "ends_in_s": ends_in_s}
+        ends_in_s = job.timeout_s + _ENDS_LATER_S
+        return job.complete_header | {"rlimits": rlimits, "ends_in_s": ends_in_s}
 
 
 async def _first(
     begun: "asyncio.Future[None]", over: "asyncio.Future[str]", start_s: float, limit_s: float
 ) -> str:
-    """Why an order is over: a limit, or an empty string if its program has ended."""
+    """Wait for the end of a job; return the limit that ended it, or "" if its program exited."""
     either: list[asyncio.Future[Any]] = [begun, over]
     await asyncio.wait(either, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done() and not over.done():
@@ -274,7 +283,7 @@ def _start_process(command: list[str], streams: Sequence[int]) -> subprocess.Pop
 
 
 async def answers(name: str, *arguments: str) -> Probe:
-    """Whether a program is installed and does something."""
+    """Check that a program is installed and exits with 0 when run with these arguments."""
     path = shutil.which(name)
     title = " ".join([name, *arguments])
     if path is None:

@@ -1,1 +1,1 @@
-"""Tiers whose sandboxes a zygote makes on this machine, and what such a sandbox is to its owner."""
+"""Tiers whose sandboxes are forked by a zygote process on this machine: the owner's side."""

@@ -1,8 +1,9 @@
-"""Hard limits of memory and processes by control groups (version 2), where they are delegated.
+"""Hard limits on memory and processes through cgroup v2, if a cgroup is delegated to the owner.
 
-Delegated means: the group that this process is in, or the one above, lets it make groups below and
-give them the controllers ``memory`` and ``pids``. Under systemd, ``Delegate=yes`` does that; the
-kernel then wants processes in leaves only, so that the owner must be in a group of its own below.
+A cgroup is delegated if this process can create groups below it and enable the ``memory`` and
+``pids`` controllers for them. It may be the cgroup of this process or its parent. systemd delegates
+with ``Delegate=yes``. The kernel then allows processes only in leaf cgroups, so the owner must run
+in a child of the delegated cgroup.
 """
 
 import contextlib
@@ -12,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CONTROLLERS = ("memory", "pids")
-_OF_FIRST_PROCESS = 32 << 20  # memory that the sandbox's first process and its copies take
+_OF_FIRST_PROCESS = 32 << 20  # memory of the sandbox's init process and its forks
 _FIRST_PROCESSES = 2
 
 
 class Cgroup:
-    """The group of one sandbox."""
+    """The cgroup of one sandbox."""
 
     def __init__(self, path: Path, *, memory_bytes: int, processes: int) -> None:
         path.mkdir()
@@ -25,9 +26,10 @@ class Cgroup:
         try:
             self.limit_memory(memory_bytes)
             _write(path / "pids.max", str(processes + _FIRST_PROCESSES))
-            if (path / "memory.swap.max").exists():  # else there is no swap to limit
+            if (path / "memory.swap.max").exists():  # absent if there is no swap
                 _write(path / "memory.swap.max", "0")
-            # Written to by the sandbox's first process, with the permissions of who opens it.
+            # Opened here because the kernel checks the opener's permissions when the sandbox's
+            # init process writes to it.
             self.entrance = os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             path.rmdir()
@@ -35,16 +37,16 @@ class Cgroup:
         self._kills = self._kill_count()
 
     def limit_memory(self, memory_bytes: int) -> None:
-        """Set the limit of all processes and files of the sandbox together."""
+        """Set the memory limit of all processes and files of the sandbox together."""
         _write(self.path / "memory.max", str(memory_bytes + _OF_FIRST_PROCESS))
 
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process for the limit since this was last asked."""
+        """Return whether the kernel killed a process for its memory limit since the last call."""
         before, self._kills = self._kills, self._kill_count()
         return self._kills > before
 
     def close(self) -> None:
-        """Kill all that is in it; it can be removed when they are gone."""
+        """Kill all processes in the cgroup; it can be removed once they are gone."""
         if self.entrance >= 0:
             os.close(self.entrance)
             self.entrance = -1
@@ -61,14 +63,14 @@ class Cgroup:
 
 
 class Cgroups:
-    """The groups of a pool's sandboxes, below one that is delegated to this process."""
+    """The cgroups of a pool's sandboxes, below a cgroup that is delegated to this process."""
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
         self._closed: list[Cgroup] = []
 
     def make(self, *, memory_bytes: int, processes: int) -> Cgroup:
-        """A new group.
+        """Create a cgroup for one sandbox, with its limits.
 
         Raises:
             OSError: the kernel refuses.
@@ -78,13 +80,13 @@ class Cgroups:
         return Cgroup(path, memory_bytes=memory_bytes, processes=processes)
 
     def close(self, group: Cgroup) -> None:
-        """Kill what is in a group, and remove it, then or later."""
+        """Kill all processes in a cgroup, and remove it now or as soon as they are gone."""
         group.close()
         self._closed.append(group)
         self.remove_closed()
 
     def remove_closed(self) -> int:
-        """Remove closed groups whose processes are gone; returns how many are left."""
+        """Remove closed cgroups whose processes are gone; return how many closed ones remain."""
         left = []
         for group in self._closed:
             try:
@@ -100,7 +102,7 @@ class Cgroups:
 def delegated(
     *, groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/proc/self/mountinfo")
 ) -> tuple[Path | None, str]:
-    """The group below which this process may make others, or None and the reason."""
+    """Find a cgroup that is delegated to this process; return it and "", or None and the reason."""
     root = _mounted_at(mounts)
     if root is None:
         return None, "cgroup v2 is not mounted"
@@ -113,7 +115,7 @@ def delegated(
         None,
     )
     if own is None:
-        return None, "this process is in no group of cgroup v2"
+        return None, "this process is not in a cgroup v2 group"
     group = root / own.lstrip("/")
     reasons = []
     for candidate in (group, group.parent):
@@ -128,9 +130,9 @@ def _reason_against(group: Path) -> str:
     try:
         offered = (group / "cgroup.controllers").read_text().split()
         if missing := _missing(offered):
-            return f"it has no controller {missing}"
+            return f"it lacks the controllers {missing}"
         if not os.access(group, os.W_OK) or not os.access(group / "cgroup.procs", os.W_OK):
-            return "it belongs to somebody else"
+            return "this process may not write to it"
         enabled = (group / "cgroup.subtree_control").read_text().split()
         if _missing(enabled):
             _write(group / "cgroup.subtree_control", "+memory +pids")

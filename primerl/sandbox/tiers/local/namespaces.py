@@ -1,10 +1,10 @@
-"""The default tier: Linux namespaces of our own making, with no program but Python."""
+"""The default tier, ``namespaces``: Linux namespaces, set up by Python alone."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from primerl.sandbox.engine.barriers import skeleton
+from primerl.sandbox.guest.isolation import shared_root
 from primerl.sandbox.results import Isolation, Root
 from primerl.sandbox.tiers.interface import Options
 from primerl.sandbox.tiers.local.proxy import Proxy
@@ -14,13 +14,15 @@ from primerl.sandbox.tiers.local.tier import LocalTier
 
 
 class Namespaces(LocalTier):
-    """User, pid, mount, network, ipc, uts and cgroup namespaces, a filter of system calls, and
-    Landlock where there is it.
+    """The tier ``namespaces``, which isolates each sandbox by several layers.
+
+    They are user, pid, mount, network, ipc, uts and cgroup namespaces, a seccomp filter, and
+    Landlock if the kernel has it.
     """
 
     name = "namespaces"
     way = "namespaces"
-    hides = tuple(skeleton.PLACES)
+    hides = tuple(shared_root.PLACES)
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -30,11 +32,11 @@ class Namespaces(LocalTier):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """See ``Tier``."""
+        """The variables that tell programs the proxy's address; empty without a proxy."""
         return {} if self._proxy is None else self._proxy.environment
 
     async def make(self, settings: Mapping[str, Any]) -> Slot:
-        """See ``Tier``."""
+        """Create a sandbox, and serve its proxy connections."""
         slot = await super().make(settings)
         if self._proxy is not None and slot.listener is not None:
             slot.on_end.append(functools.partial(self._proxy.forget, slot.listener))
@@ -42,24 +44,24 @@ class Namespaces(LocalTier):
         return slot
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
-        """See ``Tier``."""
+        """Copy the layers into a root filesystem that sessions share."""
         if self._roots is None:
             self._roots = Roots(self.launcher.folder / "roots", user=self.launcher.user)
         return await self._roots.prepare([*layers], make=super().make)
 
     async def close(self) -> None:
-        """See ``Tier``."""
+        """Close the proxy, then the zygote with all sandboxes."""
         if self._proxy is not None:
             await self._proxy.close()
         await super().close()
 
     def isolation(self) -> Isolation:
-        """See ``Tier``."""
+        """Describe the isolation by namespaces in force."""
         layers = ["namespaces (user, pid, mount, net, ipc, uts, cgroup)", "read-only root"]
         layers += ["seccomp", "no capabilities", "rlimits"]
         reachable = "no network"
         if self._proxy is not None:
-            reachable = f"no network but {', '.join(self._proxy.allowed)}, through a proxy"
+            reachable = f"no network except {', '.join(self._proxy.allowed)}, through a proxy"
         return Isolation(
             tier=self.name,
             shared_kernel=True,
@@ -69,15 +71,15 @@ class Namespaces(LocalTier):
             stops=(
                 "reading and writing the host's files",
                 f"network: {reachable}",
-                "seeing, signalling and tracing the host's processes and other sandboxes",
-                "system calls off a list of about 240",
+                "seeing, signaling and tracing the host's processes and other sandboxes",
+                "system calls outside a list of about 240",
                 "more processes, files, memory, time and output than allowed",
                 "outliving its owner",
             ),
             does_not_stop=(
                 "a bug in the kernel that the allowed system calls reach: the kernel is shared",
-                "side channels of the processor and of timing",
-                "use of processor time by all sandboxes together, within their limits",
+                "processor and timing side channels",
+                "high CPU load by all sandboxes together, within their limits",
                 "reading the listed read-only folders",
             ),
         )

@@ -1,8 +1,8 @@
-"""The only way out of a sandbox: an HTTP proxy outside, which connects to listed servers only.
+"""An HTTP proxy through which sandboxes reach listed servers, and nothing else.
 
-A sandbox has a network of its own with nothing in it but its loopback interface. Its first process
-opens a socket to listen there, and hands it out: this proxy, in the owner's process, accepts on it.
-So no address of the host's is ever reachable from inside.
+The network namespace of a sandbox has no interface but loopback. The sandbox's init process opens
+a listening socket there and passes it to the owner process, where this proxy accepts connections
+on it. So no address of the host is reachable from inside.
 """
 
 import asyncio
@@ -12,26 +12,27 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from primerl.sandbox.engine.barriers.namespaces import PROXY_PORT
+from primerl.sandbox.guest.isolation.namespace_sandbox import PROXY_PORT
 
 _HEAD_BYTES = 16384
 _HEAD_S = 10.0
 _CONNECT_S = 10.0
 _IDLE_S = 60.0
 _CHUNK = 1 << 16
-_MOST_CONNECTIONS = 32  # of one sandbox
+_MOST_CONNECTIONS = 32  # per sandbox
 _SERVER = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})")
 _REQUEST = re.compile(rb"([A-Z]{1,16}) (\S{1,8000}) HTTP/1\.[01]")
 
 
 class Proxy:
-    """Serves the sockets of all sandboxes of a pool.
+    """A proxy for all sandboxes of a pool.
 
     Args:
-        allowed: ``"host:port"`` of each server that may be reached, names as the sandbox says them.
+        allowed: ``"host:port"`` of each server that may be reached, with the host as requests
+            name it.
 
     Raises:
-        ValueError: an entry is no host and port.
+        ValueError: an entry is not of the form ``host:port``.
     """
 
     def __init__(self, allowed: Sequence[str]) -> None:
@@ -44,25 +45,25 @@ class Proxy:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which programs find the proxy."""
+        """Environment variables that tell programs the proxy's address."""
         address = f"http://127.0.0.1:{PROXY_PORT}"
         names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
         return dict.fromkeys(names, address)
 
     def serve(self, listener: socket.socket) -> None:
-        """Accept connections of one sandbox."""
+        """Start accepting one sandbox's connections."""
         self._tasks[listener] = set()
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def forget(self, listener: socket.socket) -> None:
-        """Drop one sandbox's connections."""
+        """Stop serving one sandbox and drop its connections."""
         if listener in self._tasks:
             asyncio.get_running_loop().remove_reader(listener)
             for task in self._tasks.pop(listener):
                 task.cancel()
 
     async def close(self) -> None:
-        """Drop all connections."""
+        """Stop serving all sandboxes and drop their connections."""
         tasks = [task for group in self._tasks.values() for task in group]
         for listener in list(self._tasks):
             self.forget(listener)
@@ -98,12 +99,12 @@ class Proxy:
             head = await reader.readuntil(b"\r\n\r\n")
         found = _REQUEST.match(head)
         if found is None:
-            writer.write(_refusal(400, "this is no HTTP request"))
+            writer.write(_refusal(400, "this is not an HTTP request"))
             return
         method, target = found[1], found[2].decode("latin-1")
         server, path = _target(method, target)
         if server not in self.allowed:
-            writer.write(_refusal(403, "this server is not among those that the sandbox may reach"))
+            writer.write(_refusal(403, "the sandbox is not allowed to reach this server"))
             return
         host, _, port = server.rpartition(":")
         try:
@@ -124,7 +125,7 @@ class Proxy:
 
 
 def _target(method: bytes, target: str) -> tuple[str, str]:
-    """The server that a request is for, as ``host:port``, and the path on it."""
+    """Return the server that a request addresses, as ``host:port``, and the path."""
     if method == b"CONNECT":
         return target.lower(), ""
     try:
@@ -140,10 +141,10 @@ def _target(method: bytes, target: str) -> tuple[str, str]:
 
 
 def _forwarded(head: bytes, method: bytes, path: str, server: str) -> bytes:
-    """The head of a request for the server itself; one request a connection.
+    """Rewrite the head of a proxy request for the target server, with one request per connection.
 
-    ``Host`` is the server that was allowed: a name of the sandbox's choice could lead to another
-    site behind the same address.
+    ``Host`` is set to the allowed server: a name that the sandbox chose could select another site
+    at the same address.
     """
     dropped = (b"proxy-", b"connection:", b"host:")
     lines = [
@@ -160,7 +161,7 @@ async def _join(
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Copy both ways until one side ends."""
+    """Copy data in both directions until the far side closes its stream."""
     ways = [
         asyncio.ensure_future(_copy(reader, far_writer)),
         asyncio.ensure_future(_copy(far_reader, writer)),

@@ -1,6 +1,4 @@
-"""Root filesystems of sessions: copied once per pool, then shared, each session's changes its
-own.
-"""
+"""Root filesystems for sessions: copied once per pool, then shared by copy-on-write."""
 
 import asyncio
 import os
@@ -19,7 +17,7 @@ _OPAQUE = ".wh..wh..opq"
 
 
 class Roots:
-    """The prepared root filesystems of a pool, in its folder."""
+    """The prepared root filesystems of a pool, stored in ``folder`` and owned by ``user``."""
 
     def __init__(self, folder: Path, *, user: int) -> None:
         self._folder = folder
@@ -29,9 +27,9 @@ class Roots:
     async def prepare(
         self, layers: list[str], *, make: Callable[[dict[str, Any]], Awaitable[Slot]]
     ) -> Root:
-        """Copy layers, and find out whether sessions can share the copy."""
+        """Merge layers into a root, and test whether sessions can share it through overlayfs."""
         if not layers:
-            raise SandboxError("a root filesystem needs at least one folder")
+            raise SandboxError("prepare_root needs at least one folder or layer")
         self._count += 1
         name = str(self._count)
         try:
@@ -52,11 +50,12 @@ class Roots:
 
 
 def merge(layers: list[str], target: Path, *, owner: int) -> None:
-    """Copy layers over one another, the lowest first, as an image's layers are meant.
+    """Merge the layers of an OCI image into ``target``, the lowest layer first.
 
-    A file ``.wh.NAME`` removes ``NAME`` of the layers below, ``.wh..wh..opq`` all of its folder.
-    No link is ever followed, in a layer or in what was copied before; devices, pipes and sockets
-    are left out, and files lose their setuid bits. With ``owner``, files then belong to that user.
+    A file ``.wh.NAME`` removes ``NAME`` from the layers below, and ``.wh..wh..opq`` empties its
+    folder. Links are never followed, neither in a layer nor in ``target``. Devices, pipes and
+    sockets are left out, and files lose their setuid bits. If ``owner`` is not 0, it owns the
+    copied files.
 
     Raises:
         OSError: a file can't be read or written.
@@ -99,7 +98,7 @@ def _merge_entry(name: str, source: int, into: int, owner: int) -> None:
         below, target = os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=into)
         try:
             _merge_folder(below, target, owner)
-            # The pool's user must be able to change what it owns.
+            # The pool's user must be able to write to its own folders.
             os.fchmod(target, (status.st_mode & 0o777) | 0o700)
         finally:
             os.close(below)

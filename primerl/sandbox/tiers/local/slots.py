@@ -1,4 +1,4 @@
-"""One sandbox as its owner sees it: a control socket, and a handle to kill it."""
+"""The owner's side of a local sandbox: a control socket, and a pidfd to kill it."""
 
 import asyncio
 import contextlib
@@ -12,22 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.engine import messages
-from primerl.sandbox.engine.processes import usage
 from primerl.sandbox.errors import BadReply, SandboxError
-from primerl.sandbox.results import LIMITS, Limits, Result
-from primerl.sandbox.tiers.interface import Order
+from primerl.sandbox.guest import messages
+from primerl.sandbox.guest.processes import usage
+from primerl.sandbox.results import LIMITS, Result, SandboxLimits
+from primerl.sandbox.tiers.interface import Job
 from primerl.sandbox.tiers.local.cgroups import Cgroup
 from primerl.sandbox.tiers.streams import Input, Output
 
-# Beyond its own limit of time, which its first process enforces, a sandbox is killed from outside.
+# The sandbox's init process enforces the timeout; this much later, the owner kills the sandbox.
 _GRACE_S = 5.0
 
 
 class Slot:
-    """A sandbox that waits for orders; it takes one at a time."""
+    """A local sandbox that waits for jobs and executes one at a time."""
 
-    def __init__(self, control: socket.socket, handle: int, limits: Limits) -> None:
+    def __init__(self, control: socket.socket, handle: int, limits: SandboxLimits) -> None:
         self.listener: socket.socket | None = None
         self.on_end: list[Callable[[], None]] = []
         self.cgroup: Cgroup | None = None
@@ -40,14 +40,14 @@ class Slot:
 
     @property
     def alive(self) -> bool:
-        """Whether it can take orders."""
+        """Whether the sandbox can take jobs."""
         return self._control.fileno() >= 0
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait until the sandbox is set up.
+        """Wait until the sandbox is set up; kill it if that fails.
 
         Raises:
-            SandboxError: it isn't in time, or a step failed; it is killed.
+            SandboxError: a step of the setup failed, or it exceeded its timeout.
         """
         loop = asyncio.get_running_loop()
         self._reply = loop.create_future()
@@ -65,29 +65,29 @@ class Slot:
             self.kill()
             raise SandboxError(f"a sandbox could not be set up: {reply.get('failed')}")
 
-    async def execute(self, order: Order) -> Result:
-        """Carry out an order. A sandbox that breaks the protocol, overflows or hangs is killed."""
+    async def execute(self, job: Job) -> Result:
+        """Execute a job; kill the sandbox if it breaks the protocol, hangs, or outputs too much."""
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         self._count += 1
         if self.cgroup is not None:
-            self.cgroup.limit_memory(order.memory_bytes)
+            self.cgroup.limit_memory(job.memory_bytes)
         reply: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._reply = reply
 
         def overflow() -> None:
-            if not reply.done() and not order.keeps:
+            if not reply.done() and not job.keeps:
                 reply.set_result(_ended("output", *self._usage()))
 
         streams: list[Output] = []
-        given = Input(order.stdin) if order.connection is None else None
+        given = Input(job.stdin) if job.connection is None else None
         try:
-            streams.append(Output(order.output_bytes, overflow))
-            streams.append(Output(order.output_bytes, overflow))
-            stdin = given.theirs if given is not None else order.connection or 0
-            self._send(order, stdin, [stream.theirs for stream in streams])
+            streams.append(Output(job.output_bytes, overflow))
+            streams.append(Output(job.output_bytes, overflow))
+            stdin = given.theirs if given is not None else job.connection or 0
+            self._send(job, stdin, [stream.theirs for stream in streams])
             try:
-                async with asyncio.timeout(order.timeout_s + _GRACE_S):
+                async with asyncio.timeout(job.timeout_s + _GRACE_S):
                     ended = await reply
             except TimeoutError:
                 ended = _ended("timeout", *self._usage())
@@ -96,7 +96,7 @@ class Slot:
             if ended["exit"] is None and ended.get("kill"):
                 self.kill()
             stdout, stderr = (stream.finish() for stream in streams)
-        except BaseException:  # cancelled: what runs must not go on
+        except BaseException:  # cancelled: the code must not keep running
             self.kill()
             raise
         finally:
@@ -121,7 +121,7 @@ class Slot:
         )
 
     def kill(self) -> None:
-        """Kill the sandbox: its first process dies, and with it, all others."""
+        """Kill the sandbox's init process, and with it all other processes of the sandbox."""
         if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
             for work in self.on_end:
@@ -134,31 +134,31 @@ class Slot:
             os.close(self._handle)
             self._handle = -1
         if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(SandboxError("the sandbox was ended"))
+            self._reply.set_exception(SandboxError("the sandbox was killed"))
             self._reply.exception()
 
     def _usage(self) -> tuple[float, int]:
-        """Seconds of CPU and bytes of memory of all its processes, while it is alive."""
+        """Return CPU seconds and peak memory of a sandbox's processes, or zeros if it ended."""
         with contextlib.suppress(OSError):
             for row in Path(f"/proc/self/fdinfo/{self._handle}").read_text("utf-8").splitlines():
-                if row.startswith("Pid:") and int(row.split()[1]) > 0:  # not -1: it has ended
+                if row.startswith("Pid:") and int(row.split()[1]) > 0:  # -1 once it has ended
                     return usage(row.split()[1])
         return 0.0, 0
 
-    def _send(self, order: Order, stdin: int, outputs: list[int]) -> None:
-        """Send an order; the sandbox's ends of the streams are closed here in any case."""
+    def _send(self, job: Job, stdin: int, outputs: list[int]) -> None:
+        """Send a job, and close the sandbox's ends of its streams even if that fails."""
         control = {
             "id": self._count,
-            "kind": "turn" if order.kind == "turn" else "job",
-            "timeout_s": order.timeout_s,
-            "cpu_s": math.ceil(order.timeout_s) * self._limits.processes,
-            "memory_bytes": order.memory_bytes,
-            "address_space_bytes": self._limits.address_space_bytes or order.memory_bytes,
+            "kind": "turn" if job.kind == "turn" else "job",
+            "timeout_s": job.timeout_s,
+            "cpu_s": math.ceil(job.timeout_s) * self._limits.processes,
+            "memory_bytes": job.memory_bytes,
+            "address_space_bytes": self._limits.address_space_bytes or job.memory_bytes,
             "disk_bytes": self._limits.disk_bytes,
         }
         descriptors = [stdin, *outputs]
         try:
-            payload = messages.payload(order.complete_header, list(order.files.values()))
+            payload = messages.payload(job.complete_header, list(job.files.values()))
             descriptors.insert(0, payload)
             socket.send_fds(self._control, [json.dumps(control).encode()], descriptors)
         except OSError:
@@ -169,7 +169,7 @@ class Slot:
                 os.close(descriptor)
 
     def _receive(self) -> None:
-        """Take one packet from the sandbox, and trust nothing in it."""
+        """Receive one packet from the sandbox, validating all of its content."""
         failure: SandboxError | None = None
         reply: dict[str, Any] = {}
         try:
@@ -185,12 +185,12 @@ class Slot:
         except SandboxError as error:
             failure = error
         except (OSError, ValueError) as error:
-            failure = BadReply(f"a message from a sandbox can't be read: {error}")
+            failure = BadReply(f"a message from a sandbox is unreadable: {error}")
         waiting = self._reply
         if failure is not None:
             self._reply = None
             self.kill()
-        elif waiting is None:  # nothing was asked
+        elif waiting is None:  # an unsolicited message
             self.kill()
         if waiting is not None and not waiting.done():
             if failure is not None:
@@ -199,23 +199,25 @@ class Slot:
                 waiting.set_result(reply)
 
     def _keep_listener(self, descriptors: list[int]) -> None:
-        """Keep the one socket that may come along, which a proxy listens on; close all others."""
+        """Keep the one listening socket that a sandbox may send for the proxy; close the others."""
         expected = 1 if self._count == 0 and self.listener is None else 0
         for descriptor in descriptors[expected:]:
             os.close(descriptor)
         if len(descriptors) > expected:
             if expected:
                 os.close(descriptors[0])
-            raise BadReply(f"{len(descriptors)} descriptors came out of a sandbox")
+            raise BadReply(
+                f"{len(descriptors)} file descriptors came from a sandbox, more than expected"
+            )
         if descriptors:
             self.listener = socket.socket(fileno=descriptors[0])
 
 
 def checked_reply(reply: dict[str, Any], count: int) -> dict[str, Any]:
-    """A reply to order number ``count`` with all its fields of the right type and range.
+    """Return the fields of the reply to job number ``count``, after checking types and ranges.
 
     Raises:
-        BadReply: it isn't one.
+        BadReply: the reply is malformed, or belongs to another job.
     """
     code, limits = reply.get("exit"), reply.get("limits")
     number = (int, float)
@@ -233,7 +235,7 @@ def checked_reply(reply: dict[str, Any], count: int) -> dict[str, Any]:
         and 0 <= reply["rss_bytes"] < 1 << 60
     )
     if not good:
-        raise BadReply(f"a reply to order {count} is malformed: {reply!r:.200}")
+        raise BadReply(f"a sandbox's reply to job {count} is malformed: {reply!r:.200}")
     return {name: reply[name] for name in ("exit", "limits", "cpu_s", "rss_bytes")}
 
 
@@ -242,15 +244,15 @@ def _ended(limit: str, cpu_s: float = 0.0, rss_bytes: int = 0) -> dict[str, Any]
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """A message as a dictionary.
+    """Parse a message, which must be a JSON object.
 
     Raises:
-        BadReply: it is none.
+        BadReply: the message is not a JSON object.
     """
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadReply(f"a message of {len(data)} bytes is no JSON") from error
+        raise BadReply(f"a message of {len(data)} bytes is not JSON") from error
     if not isinstance(message, dict):
-        raise BadReply(f"a message is a {type(message).__name__}, not an object")
+        raise BadReply(f"a message is a {type(message).__name__}, not a JSON object")
     return message

@@ -1,4 +1,4 @@
-"""What the tiers have in common whose sandboxes a zygote makes on this machine."""
+"""The common part of the tiers whose sandboxes are forked by a zygote on this machine."""
 
 import asyncio
 import functools
@@ -13,56 +13,56 @@ from typing import Any
 import attrs
 
 from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
-from primerl.sandbox.tiers import shipping
+from primerl.sandbox.tiers import guest_files
 from primerl.sandbox.tiers.interface import Options, Tier
-from primerl.sandbox.tiers.local import launching
+from primerl.sandbox.tiers.local import zygote_process
 from primerl.sandbox.tiers.local.cgroups import Cgroup, Cgroups, delegated
 from primerl.sandbox.tiers.local.slots import Slot
 
 _WATCHDOG = (
-    "rlimits for each process, and a watchdog for all processes and files together, which looks "
-    "every 4 to 100 ms, so that a sandbox can pass its limit for that long. Kernel memory of "
-    "pipes, sockets and processes is bounded by their number, not counted"
+    "rlimits per process, and a watchdog for all processes and files together, which checks every "
+    "4 to 100 ms, so that a sandbox can exceed its limit for that long. Kernel memory of pipes, "
+    "sockets and processes is not counted, only bounded by limits on their number"
 )
 _CGROUP = (
-    "a control group of its own, whose limits of memory and processes are hard and count kernel "
-    "memory, too; before it, rlimits and a watchdog"
+    "one cgroup per sandbox, with hard limits on memory (including kernel memory) and processes; "
+    "rlimits and a watchdog take effect before it"
 )
 WAY_OUT = (
-    "Ways out: on a Linux host, allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "Remedies: on a Linux host, allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0); in Docker, "
     "run with --security-opt seccomp=unconfined --security-opt systempaths=unconfined (and "
     "apparmor=unconfined), in Kubernetes with procMount: Unmasked, a seccompProfile that allows "
     "unshare, and hostUsers: false; run environments on another machine; or choose another tier "
     "(tier='landlock' needs no namespaces, and stops less)"
 )
-_BEATS = 4  # signs of life per lease
+_BEATS = 4  # heartbeats per lease
 _PROBES_TAKE_S = 30.0
 _GROUPS_GO_S = 5.0
 
 
 class LocalTier(Tier):
-    """A tier whose sandboxes are made by a zygote."""
+    """The base class of the tiers whose sandboxes a zygote forks."""
 
-    way: str  # of the zygote's
-    needs: frozenset[str] = frozenset()  # names of the engine's probes; all of them if empty
+    way: str  # the zygote's name for this kind of sandbox
+    needs: frozenset[str] = frozenset()  # names of the required kernel probes; empty means all
     network = False
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._launcher: launching.Launcher | None = None
+        self._launcher: zygote_process.Launcher | None = None
         self._beats: asyncio.Task[None] | None = None
         self._cgroups: Cgroups | None = None
         self._why_no_cgroups = ""
 
     @property
     def alive(self) -> bool:
-        """See ``Tier``."""
+        """Whether the zygote is running."""
         return self._launcher is not None and self._launcher.alive
 
     @property
-    def launcher(self) -> launching.Launcher:
-        """The owner's end of the zygote.
+    def launcher(self) -> zygote_process.Launcher:
+        """The owner's connection to the zygote.
 
         Raises:
             SandboxError: the pool isn't running.
@@ -74,16 +74,16 @@ class LocalTier(Tier):
         return self._launcher
 
     async def start(self) -> None:
-        """See ``Tier``."""
+        """Start the zygote, and create a test sandbox."""
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailable(
-                f"the tier {self.name!r} needs Linux, and this is {sys.platform}: run the worker "
+                f"the tier {self.name!r} needs Linux, but this is {sys.platform}: run the worker "
                 "on a Linux machine, or in a Linux virtual machine (on macOS: Lima, Colima or "
                 f"Docker Desktop's, with these settings). {WAY_OUT}",
                 [Probe(name="Linux", message=f"this is {sys.platform}")],
             )
         try:
-            self._launcher = await launching.Launcher.start(
+            self._launcher = await zygote_process.Launcher.start(
                 way=self.way,
                 python=self.options.python,
                 readable=[*self.options.readable],
@@ -91,10 +91,10 @@ class LocalTier(Tier):
                 lease_s=self.options.lease_s,
                 start_timeout_s=self.options.start_timeout_s,
             )
-        except launching.ZygoteFailed as error:
+        except zygote_process.ZygoteFailed as error:
             failed = Probe(name="start", errno=error.errno, message=str(error))
             raise SandboxUnavailable(
-                f"the tier {self.name!r} can't be had here: {error}. {WAY_OUT}",
+                f"the tier {self.name!r} is not available on this machine: {error}. {WAY_OUT}",
                 [failed, *await self.probes()],
             ) from error
         self._beats = asyncio.get_running_loop().create_task(self._give_signs_of_life())
@@ -103,7 +103,7 @@ class LocalTier(Tier):
         except SandboxError as error:
             await self.close()
             raise SandboxUnavailable(
-                f"the tier {self.name!r} can't make sandboxes here: {error}. {WAY_OUT}",
+                f"the tier {self.name!r} can't create sandboxes here: {error}. {WAY_OUT}",
                 await self.probes(),
             ) from error
         except BaseException:
@@ -111,7 +111,7 @@ class LocalTier(Tier):
             raise
 
     async def make(self, settings: Mapping[str, Any]) -> Slot:
-        """See ``Tier``."""
+        """Fork a sandbox, in a separate cgroup if cgroups can be used."""
         launcher, limits = self.launcher, self.options.limits
         cgroup = None
         if self._cgroups is not None:
@@ -133,7 +133,7 @@ class LocalTier(Tier):
         return slot
 
     async def close(self) -> None:
-        """See ``Tier``."""
+        """End the zygote with all sandboxes, and remove their cgroups."""
         if self._beats is not None:
             self._beats.cancel()
             await asyncio.gather(self._beats, return_exceptions=True)
@@ -142,18 +142,18 @@ class LocalTier(Tier):
         await self._remove_cgroups()
 
     async def probes(self) -> list[Probe]:
-        """See ``Tier``."""
+        """Check the kernel features that this tier needs."""
         found = await kernel_probes(self.options.python)
         return [probe for probe in found if not self.needs or probe.name in self.needs]
 
     def memory(self) -> str:
-        """How memory is limited."""
+        """Describe how the memory of sandboxes is limited."""
         if self._cgroups is not None:
             return _CGROUP
         return f"{_WATCHDOG}. No cgroup is used: {self._why_no_cgroups}"
 
     async def _try(self) -> None:
-        """Make a sandbox to see that it can be done: in a control group, else without."""
+        """Create a test sandbox: with a cgroup if one can be used, otherwise without."""
         found, self._why_no_cgroups = delegated()
         if found is not None:
             self._cgroups = Cgroups(found)
@@ -176,9 +176,9 @@ class LocalTier(Tier):
             await asyncio.sleep(0.01)
 
     def user(self) -> str:
-        """Whom the code belongs to."""
+        """Describe the user that owns the processes of sandboxes."""
         user = self.launcher.user
-        return f"user {user}, whom no account has" if user else f"user {os.getuid()}"
+        return f"user {user}, which no account has" if user else f"user {os.getuid()}"
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -199,15 +199,15 @@ class LocalTier(Tier):
 
 
 async def kernel_probes(python: str) -> list[Probe]:
-    """Try what the tiers need of the kernel, in processes of their own.
+    """Check which kernel features that the tiers need are available, in separate processes.
 
     Raises:
-        SandboxError: the probes themselves can't be run.
+        SandboxError: the checks themselves could not be run.
     """
     try:
         done = await asyncio.to_thread(
             subprocess.run,
-            [python, "-I", "-c", shipping.program(shipping.SOURCE, "probes")],
+            [python, "-I", "-c", guest_files.program(guest_files.SOURCE, "feature_checks")],
             capture_output=True,
             timeout=_PROBES_TAKE_S,
             env={"PATH": "/usr/bin:/bin"},
@@ -215,5 +215,5 @@ async def kernel_probes(python: str) -> list[Probe]:
         )
         rows = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise SandboxError(f"the probes can't be run: {error}") from error
+        raise SandboxError(f"the checks of kernel features could not be run: {error}") from error
     return [Probe(name=name, errno=number, message=message) for name, number, message in rows]

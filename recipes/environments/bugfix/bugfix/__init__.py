@@ -1,4 +1,4 @@
-"""A verifiers environment: fix a seeded bug in a small repository. See the README."""
+"""A verifiers environment whose tasks are seeded bugs in small repositories. See the README."""
 
 from bugfix.agent import BugfixEnv, BugfixHarness
 from bugfix.tasks import Bugfix

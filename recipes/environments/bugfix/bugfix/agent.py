@@ -1,4 +1,4 @@
-"""The agent's tools, and its sandbox."""
+"""Harness of the bugfix environment: the agent's tools and its sandbox."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from primerl.sandbox import SandboxEnv
 
 
 class BugfixHarness(rollout.ToolHarness):
-    """bash and edit, until the agent answers without a call."""
+    """Agent loop with the tools bash and edit; it ends when a reply has no tool call."""
 
-    def tools(self, runtime: Any, data: Any) -> list[rollout.Tool]:  # noqa: ARG002 - as it has to be
-        """Both act in the rollout's sandbox."""
+    def tools(self, runtime: Any, data: Any) -> list[rollout.Tool]:  # noqa: ARG002 - required by the base class
+        """Return edit and bash, which act in the rollout's sandbox."""
         return [rollout.editor(runtime), rollout.shell(runtime)]
 
 
 class BugfixEnv(SandboxEnv):
-    """Each rollout in a sandbox of its own, and each grading in another one."""
+    """Environment that runs each rollout in its own sandbox and grades it in another one."""

@@ -1,7 +1,7 @@
-"""The programs into which bugs are seeded, with their checks.
+"""Correct programs with hidden tests; the tasks seed bugs into them.
 
-A program is written as Python with examples in docstrings, as doctest reads them. The examples are
-the hidden tests; the repository that an agent sees has only the first line of each such docstring.
+A program is Python code with doctest examples in its docstrings. The examples are the hidden tests.
+The repository that an agent sees has only the first line of each docstring with examples.
 """
 
 import ast
@@ -20,9 +20,9 @@ Kind = Literal["function", "module", "package"]
 
 @attrs.frozen
 class Check:
-    """One hidden test: ``code`` is run after the lines of ``before``, and its value compared.
+    """One hidden test: run the lines of ``before``, then compare the value of ``code``.
 
-    ``expected`` is ``("value", v)``, or ``("raised", name)``.
+    ``expected`` is ``("value", v)``, or ``("raised", name)`` with the name of an exception.
     """
 
     before: tuple[str, ...]
@@ -32,7 +32,7 @@ class Check:
 
 @attrs.frozen(eq=False)
 class Program:
-    """A correct program: its files by path, and scripts of checks."""
+    """A correct program: its files by path, and its hidden tests as scripts of doctest examples."""
 
     name: str
     kind: Kind
@@ -41,12 +41,12 @@ class Program:
 
     @property
     def split(self) -> str:
-        """Whether its tasks are trained on: "train", or "eval"."""
+        """The split of the program's tasks: "train" or "eval"."""
         return "eval" if self.name in held_out() else "train"
 
     @property
     def module(self) -> str:
-        """What tests import."""
+        """Name of the module that the tests import."""
         return self.name
 
     @functools.cached_property
@@ -66,7 +66,7 @@ class Program:
 
     @property
     def runnable(self) -> list[list[tuple[str, bool]]]:
-        """The scripts as lines of code, and whether each one's value is compared."""
+        """The scripts as pairs of a line of code and whether its value is compared."""
         return [
             [(example.source.strip(), bool(example.want)) for example in script]
             for script in self.scripts
@@ -74,7 +74,7 @@ class Program:
 
 
 def expected(want: str) -> tuple[str, Any]:
-    """What an example wants: the repr of a value, or the name of an exception."""
+    """Parse the expected result of an example: a value's repr or an exception's name."""
     want = want.strip()
     if want.endswith("Error") and want.isidentifier():
         return ("raised", want)
@@ -83,7 +83,7 @@ def expected(want: str) -> tuple[str, Any]:
 
 @functools.cache
 def programs() -> dict[str, Program]:
-    """All programs by name."""
+    """Return all programs by name."""
     found = [*_functions(FOLDER / "functions.py")]
     found += [_module(path) for path in sorted((FOLDER / "modules").glob("*.py"))]
     folders = sorted(path for path in (FOLDER / "packages").glob("*") if path.is_dir())
@@ -93,7 +93,7 @@ def programs() -> dict[str, Program]:
 
 @functools.cache
 def held_out() -> frozenset[str]:
-    """The names of a quarter of the programs of each kind, which are not trained on."""
+    """Return the names of the held-out programs: a quarter of each kind, never trained on."""
     chosen: set[str] = set()
     for kind in get_args(Kind):
         names = [program.name for program in programs().values() if program.kind == kind]
@@ -132,7 +132,7 @@ def _package(folder: Path) -> Program:
 
 
 def _scripts(docstring: str) -> tuple[tuple[doctest.Example, ...], ...]:
-    """The examples of a docstring; a blank line ends a script."""
+    """Return the examples of a docstring as scripts; a blank line ends a script."""
     scripts: list[tuple[doctest.Example, ...]] = []
     for block in textwrap.dedent(docstring).split("\n\n"):
         examples = tuple(doctest.DocTestParser().get_examples(block))
@@ -142,7 +142,7 @@ def _scripts(docstring: str) -> tuple[tuple[doctest.Example, ...], ...]:
 
 
 def _without_examples(source: str) -> str:
-    """The source with docstrings cut before their examples."""
+    """Return the source; docstrings with examples are cut to their first line."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) or not node.body:

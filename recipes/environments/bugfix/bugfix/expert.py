@@ -1,9 +1,9 @@
-"""A scripted expert, which knows the seeded bugs, and its conversations to learn from.
+"""A scripted expert that knows the seeded bugs and writes conversations to learn from.
 
     python -m bugfix.expert traces.jsonl --tier easiest
 
-It acts through the same tools, harness and sandboxes as a policy does. The conversations, of tasks
-that it solved, are what ``recipes/sft.py --data`` reads, and what the environment ``pivot`` does.
+The expert acts through the same tools, harness and sandboxes as a policy. ``recipes/sft.py --data``
+and the environment ``pivot`` read its conversations, all of which solve their tasks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DONE = "The bug is fixed."
 
 
 def calls(tier: str, seeded: Sequence[Mutation]) -> list[tuple[str, dict[str, str]]]:
-    """What the expert does: looks at what it has not seen, edits, and looks at the result."""
+    """Return the expert's tool calls: list and read the files it has not seen, and edit them."""
     edits = [
         ("edit", {"path": one.path, "old": one.after.strip(), "new": one.before.strip()})
         for one in seeded
@@ -40,7 +40,7 @@ def calls(tier: str, seeded: Sequence[Mutation]) -> list[tuple[str, dict[str, st
 
 
 def rewrites(seeded: Sequence[Mutation], right: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """What an expert does who knows the ``right`` files by heart: writes them anew."""
+    """Return tool calls that replace each buggy file with its text in ``right``."""
     return [
         ("bash", {"command": f"cat > {path} <<'END'\n{right[path]}END"})
         for path in dict.fromkeys(one.path for one in seeded)
@@ -48,12 +48,12 @@ def rewrites(seeded: Sequence[Mutation], right: Mapping[str, str]) -> list[tuple
 
 
 def written(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as text, in the form that models without a form of their own are taught."""
+    """Return a tool call as ``<tool_call>`` text, for models whose template has no tools."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 class Expert:
-    """An engine that replies to each turn of one task with the next of some calls."""
+    """An engine that plays back tool calls: each turn of one task gets the next call."""
 
     context_length = 1 << 20
 
@@ -63,11 +63,11 @@ class Expert:
 
     @property
     def version(self) -> int:
-        """It does not learn."""
+        """Weight version: always 0, since the expert does not learn."""
         return 0
 
     async def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there: replies are messages.
+        """Refuse to generate tokens, since the expert replies with messages.
 
         Raises:
             ValueError: always.
@@ -81,7 +81,7 @@ class Expert:
         *,
         tools: Any = None,  # noqa: ARG002
     ) -> Any:
-        """The next reply, as an endpoint gives it."""
+        """Return the next reply in the form of a chat endpoint's."""
         turn = sum(message["role"] == "assistant" for message in messages)
         message: dict[str, Any] = {"role": "assistant", "content": self._last}
         if turn < len(self._steps):
@@ -95,9 +95,9 @@ class Expert:
 
 
 def expert(task: Mapping[str, Any], *, rewrite: bool = False) -> Expert:
-    """The expert for a task of ``rollout.verifiers("bugfix", ...).tasks``.
+    """Return the expert for a task of ``rollout.verifiers("bugfix", ...).tasks``.
 
-    ``rewrite``: it writes files anew, instead of editing lines.
+    With ``rewrite``, the expert rewrites whole files instead of editing lines.
     """
     data = task["data"]
     seeded = [Mutation(*one) for one in data["mutations"]]
@@ -109,10 +109,10 @@ def expert(task: Mapping[str, Any], *, rewrite: bool = False) -> Expert:
 async def conversations(
     tiers: Sequence[str], *, split: str, rewrite: bool = False, concurrency: int = 4
 ) -> list[Any]:
-    """The expert's conversations on all tasks of some tiers, in the tasks' order.
+    """Return the expert's conversations on all tasks of the tiers, in the order of the tasks.
 
     Raises:
-        RuntimeError: a task was not solved.
+        RuntimeError: the expert did not solve a task.
     """
     found: list[Any] = []
     gate = asyncio.Semaphore(concurrency)
@@ -141,7 +141,7 @@ async def conversations(
 
 
 def as_text(conversation: dict[str, Any]) -> dict[str, Any]:
-    """A conversation whose calls are text, and whose tools are left to the system message."""
+    """Return a conversation with its tool calls as text and without its tool definitions."""
     messages = []
     for message in conversation["messages"]:
         content = message["content"] or ""
@@ -162,12 +162,12 @@ def main(arguments: list[str] | None = None) -> None:
         "--calls",
         choices=["fields", "text"],
         default="fields",
-        help="text: calls as <tool_call> text, for models whose chat template has no tools",
+        help="text: write calls as <tool_call> text, for models whose chat template has no tools",
     )
     parser.add_argument(
         "--rewrite",
         action="store_true",
-        help="repaired files are written as a whole, instead of lines edited",
+        help="rewrite repaired files as a whole instead of editing lines",
     )
     chosen = parser.parse_args(arguments)
     tiers = TIERS if chosen.tier == "all" else (chosen.tier,)

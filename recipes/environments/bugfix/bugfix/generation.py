@@ -1,9 +1,9 @@
-"""Makes the tasks: seeds bugs, keeps those that hidden tests find, and describes what is seen.
+"""Generate the tasks: seed bugs, keep those that hidden tests find, and describe their symptoms.
 
     python -m bugfix.generation bugfix/tasks.jsonl
 
-The result is in the package, so that nothing is run when tasks are loaded. It is the same each
-time: no clock decides, since a buggy program is stopped after a number of executed lines.
+The package contains the result, so that loading tasks runs no program. The result is reproducible:
+a limit on executed lines, not a timeout, stops buggy programs.
 """
 
 import argparse
@@ -21,22 +21,22 @@ from typing import Any
 from bugfix.corpus import Program, programs
 from bugfix.mutation import Mutation, mutations
 
-MOST_LINES = 20_000  # that a script may execute
-MOST_CHARACTERS = 120  # of a value in a statement
+MOST_LINES = 20_000  # executed lines per script
+MOST_CHARACTERS = 120  # per value in a task's prompt
 SEED = 0
 PER_PROGRAM = {"function": 4, "module": 9, "package": 12}
-PAIRS = 4  # tasks with two bugs, of each package
+PAIRS = 4  # tasks with two bugs, per package
 
 
-FILE = "program "  # file names of programs begin with it
+FILE = "program "  # prefix of the programs' file names, which limits tracing to them
 
 
 class TooLong(BaseException):
-    """A script executes too many lines."""
+    """Raised when a script executes too many lines."""
 
 
 def outcomes(program: Program, files: dict[str, str]) -> list[tuple[str, Any]]:
-    """What each check of a program comes to: a value, an exception's name, or no end."""
+    """Run a program's checks: each gives a value, an exception's name or "endless"."""
     results: list[tuple[str, Any]] = []
     for script in program.runnable:
         ended = True
@@ -59,7 +59,7 @@ def outcomes(program: Program, files: dict[str, str]) -> list[tuple[str, Any]]:
 
 
 def run(code: str, names: dict[str, Any]) -> Any:
-    """Execute a line; the value of an expression."""
+    """Execute a line; return its value if it is an expression."""
     try:
         compiled = compile(code, "check", "eval")
     except SyntaxError:
@@ -69,7 +69,7 @@ def run(code: str, names: dict[str, Any]) -> Any:
 
 
 def load(program: Program, files: dict[str, str]) -> dict[str, Any]:
-    """The public names of a program, whose modules are made anew."""
+    """Import a program from ``files`` and return its public names."""
     modules = {path.removesuffix(".py").replace("/", "."): text for path, text in files.items()}
     modules = {name.removesuffix(".__init__"): text for name, text in modules.items()}
     before = {name: sys.modules.pop(name) for name in modules if name in sys.modules}
@@ -87,7 +87,7 @@ def load(program: Program, files: dict[str, str]) -> dict[str, Any]:
 
 
 class _Finder:
-    """Imports modules from texts."""
+    """Meta path finder and loader that imports modules from source strings."""
 
     def __init__(self, modules: dict[str, str]) -> None:
         self._modules = modules
@@ -101,20 +101,20 @@ class _Finder:
         return importlib.util.spec_from_loader(name, self, is_package=nested)
 
     def create_module(self, spec: Any) -> None:
-        """The usual one."""
+        """Use the default module creation."""
 
     def exec_module(self, module: Any) -> None:
-        """Execute its text."""
+        """Execute the module's source."""
         name = module.__name__
         exec(compile(self._modules[name], f"{FILE}{name}", "exec"), module.__dict__)
 
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Raise ``TooLong`` in what executes too many lines."""
+    """Raise ``TooLong`` in a program that executes more than ``MOST_LINES`` lines."""
     left = MOST_LINES
 
-    def trace(frame: Any, event: str, argument: Any) -> Any:  # noqa: ARG001 - as sys.settrace has it
+    def trace(frame: Any, event: str, argument: Any) -> Any:  # noqa: ARG001 - required by sys.settrace
         nonlocal left
         if not frame.f_code.co_filename.startswith(FILE):
             return None
@@ -132,7 +132,7 @@ def _limited() -> Iterator[None]:
 
 
 def failing(program: Program, files: dict[str, str]) -> list[tuple[int, tuple[str, Any]]]:
-    """The checks that fail, by number, with what they come to."""
+    """Return the numbers and outcomes of the failing checks."""
     found = outcomes(program, files)
     return [
         (number, result)
@@ -142,7 +142,7 @@ def failing(program: Program, files: dict[str, str]) -> list[tuple[int, tuple[st
 
 
 def shown(code: str, result: tuple[str, Any]) -> str | None:
-    """A sentence on what a line does; None if it would be long."""
+    """Describe the outcome of a line of code; None if the description would be too long."""
     kind, value = result
     text = repr(value)
     if kind == "value" and (len(text) > MOST_CHARACTERS or " object at 0x" in text):
@@ -157,7 +157,7 @@ def shown(code: str, result: tuple[str, Any]) -> str | None:
 def visible_check(
     program: Program, failed: list[tuple[int, tuple[str, Any]]]
 ) -> tuple[int, str] | None:
-    """The check that the statement shows, and what it comes to; None if there is none to show."""
+    """Return the check that the prompt shows, with its outcome; None if none can be shown."""
     for ends in (True, False):
         for number, result in failed:
             text = shown(program.checks[number].code, result)
@@ -167,13 +167,13 @@ def visible_check(
 
 
 def draws(program: Program, label: str) -> random.Random:
-    """Random numbers of a program's own, so that others' don't change with it."""
+    """Return a random generator per program: changing one program keeps the draws of others."""
     digest = hashlib.sha256(f"{SEED} {program.name} {label}".encode()).digest()
     return random.Random(int.from_bytes(digest[:8], "big"))
 
 
 def tasks_of(program: Program) -> list[dict[str, Any]]:
-    """The tasks of one program.
+    """Generate the tasks of one program.
 
     Raises:
         ValueError: the program fails its own checks.
@@ -184,7 +184,7 @@ def tasks_of(program: Program) -> list[dict[str, Any]]:
     usable = []
     for mutation in every:
         made = _task(program, [mutation])
-        # The expert's edit names a line that occurs once.
+        # The expert's edit can only replace a line that occurs once in its file.
         if made is not None and _occurs_once(mutation, program.files):
             usable.append((mutation, made))
     tasks = [made for _, made in _spread(usable, PER_PROGRAM[program.kind], draws(program, "one"))]
@@ -198,12 +198,12 @@ def _task(program: Program, seeded: list[Mutation]) -> dict[str, Any] | None:
     for mutation in seeded:
         files = mutation.applied(files)
     failed = failing(program, files)
-    # One failing check is shown, and at least another one must find the bug: else a program that
-    # knows what is shown would pass.
+    # The prompt shows one failing check. At least one other check must fail too, or else a program
+    # that hard-codes the shown result would pass.
     if len(failed) < 2:
         return None
     if len(failed) == len(program.checks) and program.kind != "function":
-        return None  # it can't even be imported
+        return None  # the program can't even be imported
     seen = visible_check(program, failed)
     if seen is None:
         return None
@@ -225,7 +225,7 @@ def _occurs_once(mutation: Mutation, files: dict[str, str]) -> bool:
 def _spread(
     usable: list[tuple[Mutation, dict[str, Any]]], count: int, chance: random.Random
 ) -> list[tuple[Mutation, dict[str, Any]]]:
-    """A choice of bugs on as many lines as possible."""
+    """Choose ``count`` bugs, on as many different lines as possible."""
     chance.shuffle(usable)
     chosen: list[tuple[Mutation, dict[str, Any]]] = []
     left = list(usable)
@@ -244,7 +244,7 @@ def _spread(
 
 
 def _pairs(program: Program, usable: list[Mutation]) -> list[dict[str, Any]]:
-    """Tasks with two bugs in different files, each found by checks that the other doesn't fail."""
+    """Generate tasks with two bugs in different files; each fails a check that the other passes."""
     chance = draws(program, "pairs")
     found = {
         mutation: {number for number, _ in failing(program, mutation.applied(program.files))}

@@ -1,7 +1,8 @@
-"""Runs a repository's hidden tests in a new sandbox, and compares what comes out on the host.
+"""Grading: run a repository's hidden tests in a new sandbox, and compare the results on the host.
 
-Only the program's own modules go in, so nothing else that an agent left behind does. The inputs go
-in as well, the expected values never: see ``primerl.sandbox.grade``.
+The new sandbox gets only the program's own modules, so that other files of the agent have no
+effect. It also gets the inputs of the tests, but never the expected values (see
+``primerl.sandbox.grade``).
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from bugfix.corpus import Program
 from primerl.sandbox import Case, SandboxPool, grade
 from primerl.sandbox.grading import same
 
-# Defines the function that is graded: it imports the repository and evaluates the lines.
+# Source of the graded function, which imports the repository and evaluates the lines of the tests.
 _RUN = """
 import os, sys
 FILES = {files!r}
@@ -45,7 +46,7 @@ def run(scripts):
 
 @attrs.frozen
 class Grade:
-    """How many of the hidden tests passed; ``reason`` says why not all did."""
+    """Number of hidden tests that passed; ``reason`` says why others failed, or is empty."""
 
     passed: int
     total: int
@@ -53,17 +54,17 @@ class Grade:
 
     @property
     def fixed(self) -> bool:
-        """Whether all did."""
+        """Whether all hidden tests passed."""
         return not self.reason
 
 
 async def grade_files(
     pool: SandboxPool, program: Program, files: Mapping[str, str], *, timeout_s: float = 10.0
 ) -> Grade:
-    """The hidden tests of a program on files of its modules.
+    """Run the hidden tests of a program on ``files``, the texts of its modules by path.
 
     Raises:
-        SandboxError: no sandbox could be made.
+        SandboxError: no sandbox could be created.
     """
     checks = program.checks
     expected = [check.expected for check in checks]

@@ -1,6 +1,6 @@
-"""Seeded bugs: small changes of one line, found in a program's syntax tree.
+"""Seeded bugs: small changes of one line, derived from a program's syntax tree.
 
-Each is a change of the text at a node's place, so that the rest of the line keeps its form.
+Each bug replaces only the text of one syntax node, so that the rest of the line stays the same.
 """
 
 import ast
@@ -55,11 +55,11 @@ class Mutation:
     after: str
 
     def applied(self, files: dict[str, str]) -> dict[str, str]:
-        """The files with the bug."""
+        """Return the files with the bug."""
         return self._replaced(files, self.before, self.after)
 
     def reverted(self, files: dict[str, str]) -> dict[str, str]:
-        """The files without it."""
+        """Return the files without the bug."""
         return self._replaced(files, self.after, self.before)
 
     def _replaced(self, files: dict[str, str], old: str, new: str) -> dict[str, str]:
@@ -71,13 +71,13 @@ class Mutation:
 
 
 def mutations(path: str, source: str) -> list[Mutation]:
-    """All bugs that can be seeded into a file, each once, in the order of the lines."""
+    """Return all bugs that can be seeded into a file, without duplicates, in line order."""
     lines = source.splitlines()
     found = set()
     for node in ast.walk(ast.parse(source)):
         for kind, line, start, end, new in _changes(node, lines):
             before = lines[line - 1]
-            # ast counts bytes.
+            # ast gives columns in bytes.
             text = before.encode()
             after = (text[:start] + new.encode() + text[end:]).decode()
             if after != before and _compiles(lines, line, after):
@@ -94,7 +94,7 @@ def _compiles(lines: list[str], line: int, after: str) -> bool:
 
 
 def _changes(node: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, int, str]]:
-    """Kind, line, and the columns of what is replaced, and by what."""
+    """Yield the possible changes of a node: kind, line, start and end column, new text."""
     line = getattr(node, "lineno", None)
     if line is None or line != getattr(node, "end_lineno", None):
         return

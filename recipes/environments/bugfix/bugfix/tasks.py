@@ -1,4 +1,4 @@
-"""The tasks, and their scoring."""
+"""Tasks of the bugfix environment and their scoring."""
 
 import json
 import weakref
@@ -14,7 +14,7 @@ from bugfix.mutation import Mutation
 from primerl.sandbox import SandboxPool
 
 FILE = Path(__file__).parent / "tasks.jsonl"
-MOST_BYTES = 200_000  # of a module that is graded
+MOST_BYTES = 200_000  # per graded module
 TIERS = ("easiest", "easy", "medium", "hard")
 SYSTEM = (
     "Fix the bug. edit replaces a text that occurs once in a file; bash runs a command. "
@@ -23,7 +23,7 @@ SYSTEM = (
 
 
 class Bug(vf.TaskData):
-    """A program with seeded bugs. Only the prompt and the files are seen by an agent."""
+    """Data of a task: a program with seeded bugs. An agent sees only the prompt and the files."""
 
     program: str
     tier: str
@@ -31,13 +31,13 @@ class Bug(vf.TaskData):
 
 
 class FixConfig(vf.TaskConfig):
-    """``grading_timeout_s`` bounds the hidden tests, all together."""
+    """Options of a task. ``grading_timeout_s`` limits all hidden tests together."""
 
     grading_timeout_s: float = 10.0
 
 
 class Fix(vf.Task[Bug, vf.State, FixConfig]):
-    """Make the hidden tests pass."""
+    """Task: repair the program, so that its hidden tests pass."""
 
     @property
     def program(self) -> corpus.Program:
@@ -46,7 +46,7 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
 
     @property
     def seeded(self) -> list[Mutation]:
-        """The bugs."""
+        """The seeded bugs."""
         return [Mutation(*one) for one in self.data.mutations]
 
     @property
@@ -58,10 +58,10 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
         return files
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Write the repository.
+        """Write the buggy repository into the sandbox.
 
         Raises:
-            RuntimeError: the correct programs could be read in the sandbox.
+            RuntimeError: the sandbox can read the correct programs.
         """
         await refuse_readable_programs(runtime)
         for path, text in self.files.items():
@@ -69,14 +69,14 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
 
     @vf.reward
     async def fixed(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
-        """1 if all hidden tests pass, else 0; ``trace.info["bugfix"]`` says why."""
+        """Return 1 if all hidden tests pass, else 0; ``trace.info["bugfix"]`` has the reason."""
         result = await self.graded(runtime)
         trace.record_metric("tests_passed", result.passed / result.total)
         trace.info["bugfix"] = {"passed": result.passed, "of": result.total, "why": result.reason}
         return float(result.fixed)
 
     async def validate(self, runtime: vf.Runtime) -> bool:
-        """Whether the task is as it should be: the bug fails tests, and its repair passes all."""
+        """Check that the buggy program fails hidden tests and the correct one passes them all."""
         before = await self.graded(runtime)
         for path, text in self.program.files.items():
             await runtime.write(path, text.encode())
@@ -84,10 +84,10 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
         return after.fixed and not before.fixed
 
     async def graded(self, runtime: vf.Runtime) -> Grade:
-        """Read the repository's modules, and run the hidden tests on them elsewhere.
+        """Read the repository's modules, and run the hidden tests on them in another sandbox.
 
         Raises:
-            SandboxError: the sandboxes are at fault, not the agent.
+            SandboxError: the sandboxes failed through no fault of the agent.
         """
         pool = getattr(runtime, "pool", None)
         try:
@@ -96,8 +96,8 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
                 for path in self.program.files
             }
         except (vf.SandboxError, OSError, UnicodeDecodeError) as error:
-            # An agent may end its own sandbox, or remove the files; a pool that is gone is no
-            # agent's doing.
+            # An agent may end its own sandbox or remove the files, and then gets 0. It can't close
+            # the pool.
             if pool is not None and not pool.alive:
                 raise
             return Grade(0, len(self.program.checks), f"the repository can't be read: {error}")
@@ -109,7 +109,11 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
 
 
 class Options(vf.TasksetConfig):
-    """Which tasks: ``tier`` "all" has all tiers, the easiest first; ``split`` divides programs."""
+    """Options that select tasks.
+
+    ``tier`` "all" gives all tiers, the easiest first. ``split`` selects programs, so no program is
+    in both splits.
+    """
 
     tier: Literal["all", "easiest", "easy", "medium", "hard"] = "all"
     split: Literal["train", "eval", "all"] = "train"
@@ -117,10 +121,10 @@ class Options(vf.TasksetConfig):
 
 
 class Bugfix(vf.Taskset[Fix, Options]):
-    """Programs with seeded bugs."""
+    """Taskset of programs with seeded bugs."""
 
     def load(self) -> Iterator[Fix]:
-        """The tasks of the tiers and the split, in an order in which programs alternate."""
+        """Yield the tasks of the tier and the split, tier by tier; programs alternate."""
         wanted = TIERS if self.config.tier == "all" else (self.config.tier,)
         made = [self._task(number, row) for number, row in enumerate(rows())]
         for tier in wanted:
@@ -145,7 +149,7 @@ class Bugfix(vf.Taskset[Fix, Options]):
 
 
 def rows() -> list[dict[str, Any]]:
-    """What ``bugfix.generation`` made: one of each program, then another one of each, ..."""
+    """Return the generated tasks, reordered: the first of each program, then the second, ..."""
     ranked = []
     seen: dict[str, int] = {}
     for line in FILE.read_text().splitlines():
@@ -157,7 +161,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def tier_of(program: corpus.Program, mutations: list[Any]) -> str:
-    """See the README's table."""
+    """Return the tier of a task, as the README's table defines it."""
     if program.kind == "function":
         return "easiest"
     if program.kind == "module":
@@ -166,7 +170,7 @@ def tier_of(program: corpus.Program, mutations: list[Any]) -> str:
 
 
 def statement(task: Fix, row: dict[str, Any]) -> str:
-    """What is wrong, from a failing test: what is returned, and what should be."""
+    """Return the prompt: the actual and the expected result of one failing test."""
     check = task.program.checks[row["check"]]
     kind, value = check.expected
     right = f"return {value!r}" if kind == "value" else f"raise {value}"
@@ -186,10 +190,10 @@ _CHECKED: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 async def refuse_readable_programs(runtime: Any) -> None:
-    """Raise unless the correct programs are hidden from the sandboxes of a pool.
+    """Raise if the sandboxes of a pool can read the correct programs.
 
     Raises:
-        RuntimeError: they are in a folder that sandboxes may read.
+        RuntimeError: the programs are in a folder that sandboxes may read.
     """
     pool = getattr(runtime, "pool", None)
     if pool is None or pool in _CHECKED:
@@ -197,7 +201,7 @@ async def refuse_readable_programs(runtime: Any) -> None:
     found = await runtime.run(["test", "-e", str(corpus.FOLDER)], {})
     if found.exit_code == 0:
         raise RuntimeError(
-            f"sandboxes can read {corpus.FOLDER}, which has the answers; install bugfix into a "
-            "virtual environment, which sandboxes don't see, or pass another python to the pool"
+            f"sandboxes can read {corpus.FOLDER}, which has the solutions; install bugfix into a "
+            "virtual environment, which sandboxes can't read, or pass another python to the pool"
         )
     _CHECKED.add(pool)

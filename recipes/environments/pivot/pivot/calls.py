@@ -1,4 +1,4 @@
-"""Tool calls of messages, and how much two of them have in common."""
+"""Parsing of tool calls in messages, and a similarity measure between calls."""
 
 import json
 import re
@@ -12,16 +12,16 @@ _WRITTEN = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 @attrs.frozen
 class Call:
-    """A function's name, and its arguments by name."""
+    """A tool call: the function's name and its arguments by name."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Call] | None:
-    """The calls of an assistant's message, in its fields or as ``<tool_call>`` text.
+    """Parse the tool calls of an assistant message, from ``tool_calls`` or ``<tool_call>`` text.
 
-    None if one of them can't be read.
+    Returns None if a call can't be parsed.
     """
     try:
         if message.get("tool_calls"):
@@ -38,14 +38,15 @@ def _call(call: Mapping[str, Any]) -> Call:
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(call["name"], str) or not isinstance(arguments, Mapping):
-        raise TypeError("a call needs a name and arguments by name")
+        raise TypeError("expected a call with a name and a mapping of arguments")
     return Call(call["name"], dict(arguments))
 
 
 def likeness(calls: Sequence[Call], recorded: Sequence[Call]) -> float:
-    """Calls pair by pair: 1 for equal ones, else the share of equal arguments, 0 for other names.
+    """Return the similarity of two lists of calls, from 0 to 1, averaged over pairs of calls.
 
-    The mean over the longer of both lists, so that calls that are missing or too many count as 0.
+    A pair scores the fraction of equal arguments, or 0 if the names differ. The mean is over the
+    length of the longer list, so that missing and extra calls count as 0.
     """
     longest = max(len(calls), len(recorded))
     if not longest:
@@ -55,7 +56,7 @@ def likeness(calls: Sequence[Call], recorded: Sequence[Call]) -> float:
 
 
 def share(call: Call, wanted: Call) -> float:
-    """The share of arguments, of those that either call has, that are equal."""
+    """Return the fraction of equal arguments among all arguments of either call."""
     if call.name != wanted.name:
         return 0.0
     names = set(call.arguments) | set(wanted.arguments)
@@ -71,7 +72,7 @@ def share(call: Call, wanted: Call) -> float:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal after normalisation: 1 and 1.0 are, 1 and True are not."""
+    """Check whether two values are equal once normalized: 1 equals 1.0, but not True."""
     try:
         return _written(left) == _written(right)
     except (RecursionError, OverflowError):
@@ -79,7 +80,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def _written(value: Any) -> Any:
-    """A value in which no difference is left that has no meaning."""
+    """Normalize a value: remove differences without meaning, such as trailing spaces."""
     if isinstance(value, str):
         lines = value.replace("\r\n", "\n").strip().split("\n")
         return ("text", "\n".join(line.rstrip() for line in lines))

@@ -1,4 +1,4 @@
-"""One reply of the model, whose calls are not carried out."""
+"""Harness that asks the model for one reply and does not execute its tool calls."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 
 class OneReply(vf.Harness[vf.HarnessConfig]):
-    """Sends the recorded messages with the recorded tools, once. Nothing is executed."""
+    """Harness that sends the recorded messages and tools once, and executes nothing."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -19,7 +19,7 @@ class OneReply(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self,
         ctx: Any,
-        trace: vf.Trace,  # noqa: ARG002 - as verifiers has it
+        trace: vf.Trace,  # noqa: ARG002 - required by verifiers
         runtime: vf.Runtime,  # noqa: ARG002
         endpoint: str,
         secret: str,
@@ -27,7 +27,7 @@ class OneReply(vf.Harness[vf.HarnessConfig]):
         data: Any,
         tool_interception_url: str | None = None,  # noqa: ARG002
     ) -> vf.ProgramResult:
-        """Ask for the reply."""
+        """Request the reply."""
         body = {
             "model": ctx.model,
             "messages": [message_to_wire(message) for message in data.prompt],
@@ -35,7 +35,7 @@ class OneReply(vf.Harness[vf.HarnessConfig]):
         if data.tools:
             body["tools"] = data.tools
         headers = {"Authorization": f"Bearer {secret}"}
-        # The rollout's own deadline cancels it.
+        # The rollout's own deadline cancels the request.
         unlimited = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
         async with (
             aiohttp.ClientSession(headers=headers, timeout=unlimited) as http,

@@ -1,4 +1,4 @@
-"""The tasks: each call of recorded conversations, and what came before it."""
+"""Tasks of the pivot environment: predict the tool calls of each turn of a conversation."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,24 +12,24 @@ from pivot.calls import Call, calls_of, likeness
 
 
 class Step(vf.TaskData):
-    """Messages up to a turn in which tools were called, and the calls."""
+    """Data of a task: the messages before a turn with tool calls, and the recorded calls."""
 
     tools: list[dict[str, Any]] = []
     recorded: list[dict[str, Any]]
 
 
 class PredictConfig(vf.TaskConfig):
-    """``partial`` is the most that a reply with other arguments can get."""
+    """Options of a task. ``partial`` scales the reward of replies that are not exact."""
 
     partial: float = Field(default=0.5, ge=0.0, le=1.0)
 
 
 class Predict(vf.Task[Step, vf.State, PredictConfig]):
-    """Reply with the calls that were recorded."""
+    """Task: reply with the recorded tool calls."""
 
     @vf.reward
     async def predicted(self, trace: vf.Trace) -> float:
-        """1 for the recorded calls; else ``partial`` times their likeness; 0 without a call."""
+        """Return 1 for the recorded calls, else ``partial`` times the similarity of the calls."""
         replies = [node.message for node in trace.nodes if node.sampled]
         calls = None if not replies else calls_of(replies[-1].model_dump(mode="json"))
         recorded = [Call(**call) for call in self.data.recorded]
@@ -39,14 +39,14 @@ class Predict(vf.Task[Step, vf.State, PredictConfig]):
         trace.record_metric("names_right", float(names))
         return 1.0 if alike == 1.0 else self.config.partial * alike
 
-    async def validate(self, runtime: vf.Runtime) -> bool:  # noqa: ARG002 - as verifiers has it
-        """Whether the recorded calls can be compared with themselves."""
+    async def validate(self, runtime: vf.Runtime) -> bool:  # noqa: ARG002 - required by verifiers
+        """Check that the recorded calls are equal to themselves when compared."""
         recorded = [Call(**call) for call in self.data.recorded]
         return bool(recorded) and likeness(recorded, recorded) == 1.0
 
 
 class Options(vf.TasksetConfig):
-    """``traces`` are files of conversations. The first ``held_out`` of all are for "eval"."""
+    """Options: ``traces``, the files of conversations; the first ``held_out`` are for "eval"."""
 
     traces: list[str] = []
     split: Literal["train", "eval", "all"] = "train"
@@ -55,18 +55,18 @@ class Options(vf.TasksetConfig):
 
 
 class Pivot(vf.Taskset[Predict, Options]):
-    """One task for each turn of recorded conversations in which tools were called."""
+    """Taskset with one task per turn that has tool calls in recorded conversations."""
 
     def __init__(self, config: Options) -> None:
         super().__init__(config)
         if not config.traces:
             raise ValueError(
-                'pivot needs recordings: config={"taskset": {"traces": ["traces.jsonl"]}}, such as '
-                "`python -m bugfix.expert traces.jsonl` writes"
+                'pivot needs recordings: pass config={"taskset": {"traces": ["traces.jsonl"]}}; '
+                "`python -m bugfix.expert traces.jsonl` writes such a file"
             )
 
     def load(self) -> Iterator[Predict]:
-        """The tasks, in the order of the recordings."""
+        """Yield the tasks of the split, in the order of the recordings."""
         for number, (place, conversation) in enumerate(conversations(self.config.traces)):
             held_out = number < self.config.held_out
             if self.config.split != "all" and held_out != (self.config.split == "eval"):
@@ -78,7 +78,7 @@ class Pivot(vf.Taskset[Predict, Options]):
         for turn, message in enumerate(messages):
             calls = calls_of(message) if message["role"] == "assistant" else []
             if calls is None:
-                raise ValueError(f"{place}: messages[{turn}] has a call that can't be read")
+                raise ValueError(f"{place}: messages[{turn}] has a tool call that can't be parsed")
             if not calls:
                 continue
             data = Step(
@@ -91,10 +91,12 @@ class Pivot(vf.Taskset[Predict, Options]):
 
 
 def conversations(paths: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The conversations of JSON lines files, with their places.
+    """Yield the conversations of JSON lines files, each with its location ``FILE:LINE``.
+
+    Conversations without a message of the assistant are skipped.
 
     Raises:
-        ValueError: a line is no conversation.
+        ValueError: a line is not a conversation.
     """
     for path in paths:
         with Path(path).open(encoding="utf-8") as file:
@@ -114,7 +116,7 @@ def conversations(paths: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's form as verifiers'."""
+    """Convert a message from OpenAI's format to that of verifiers."""
     content = message.get("content")
     if message["role"] == "assistant":
         calls = [

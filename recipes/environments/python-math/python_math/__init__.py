@@ -1,4 +1,4 @@
-"""A verifiers environment: problems to be solved with Python in a sandbox. See the README."""
+"""A verifiers environment of math problems to solve with Python in a sandbox. See the README."""
 
 from python_math.agent import PythonMathEnv, PythonMathHarness
 from python_math.tasks import PythonMath

@@ -1,4 +1,4 @@
-"""The agent's tool, its sandbox, and a scripted expert."""
+"""Harness of the python-math environment: the agent's tool and sandbox, and a scripted expert."""
 
 import json
 import types
@@ -10,14 +10,14 @@ from primerl.sandbox import SandboxEnv
 
 
 def python(runtime: Any) -> rollout.Tool:
-    """A tool that runs Python code in ``runtime`` and returns what it prints."""
+    """Return a tool that runs Python code in ``runtime`` and returns its output."""
 
-    async def run(arguments: Mapping[str, Any], state: Any) -> str:  # noqa: ARG001 - a tool's
+    async def run(arguments: Mapping[str, Any], state: Any) -> str:  # noqa: ARG001 - required of tools
         code = arguments["code"]
         if not isinstance(code, str):
             raise ValueError("'code' is not text")
         done = await runtime.run(["python3", "-c", code], {})
-        # Of a traceback, the end says what went wrong.
+        # The end of a traceback names the error.
         return str(done.stdout) if done.exit_code == 0 else f"{done.stdout}{done.stderr[-500:]}"
 
     return rollout.Tool(
@@ -33,19 +33,19 @@ def python(runtime: Any) -> rollout.Tool:
 
 
 class PythonMathHarness(rollout.ToolHarness):
-    """Python, until the agent answers without a call."""
+    """Agent loop with a Python tool; it ends when a reply has no tool call."""
 
-    def tools(self, runtime: Any, data: Any) -> list[rollout.Tool]:  # noqa: ARG002 - as it has to be
-        """Acts in the rollout's sandbox."""
+    def tools(self, runtime: Any, data: Any) -> list[rollout.Tool]:  # noqa: ARG002 - required by the base class
+        """Return the Python tool, which runs in the rollout's sandbox."""
         return [python(runtime)]
 
 
 class PythonMathEnv(SandboxEnv):
-    """Each rollout in a sandbox of its own."""
+    """Environment that runs each rollout in its own sandbox."""
 
 
 class Expert:
-    """An engine that runs the code of a task's solution, and answers what it printed."""
+    """An engine that runs the code of a task's solution and answers with its output."""
 
     context_length = 1 << 20
 
@@ -54,11 +54,11 @@ class Expert:
 
     @property
     def version(self) -> int:
-        """It does not learn."""
+        """Weight version: always 0, since the expert does not learn."""
         return 0
 
     async def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there: replies are messages.
+        """Refuse to generate tokens, since the expert replies with messages.
 
         Raises:
             ValueError: always.
@@ -72,7 +72,7 @@ class Expert:
         *,
         tools: Any = None,  # noqa: ARG002
     ) -> Any:
-        """The next reply, as an endpoint gives it."""
+        """Return the next reply in the form of a chat endpoint's."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         if messages[-1]["role"] == "tool":
             message["content"] = f"Answer: {messages[-1]['content'].strip()}"

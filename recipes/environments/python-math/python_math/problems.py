@@ -1,7 +1,7 @@
-"""Problems by number: a text, its answer, and a program that prints the answer.
+"""Generators of numbered problems: a text, its answer, and a program that prints the answer.
 
-The answer is computed here by another way than the program's where there is one, so that the
-expert's success says something about both.
+Where possible, the answer is computed in a different way from the program, so that agreement
+between them confirms both.
 """
 
 import math
@@ -17,7 +17,7 @@ GOODS = ("apples", "pens", "books", "shells", "cards", "stamps")
 
 @attrs.frozen
 class Problem:
-    """``solution`` is Python code that prints the answer."""
+    """A problem. ``solution`` is Python code that prints the answer."""
 
     text: str
     answer: Fraction
@@ -28,7 +28,7 @@ Maker = Callable[[random.Random], Problem]
 
 
 def shopping(chance: random.Random) -> Problem:
-    """Two prices."""
+    """Make a problem about the total cost of two kinds of goods."""
     name = chance.choice(NAMES)
     first, second = chance.sample(GOODS, 2)
     a, b = chance.randint(2, 40), chance.randint(2, 40)
@@ -41,7 +41,7 @@ def shopping(chance: random.Random) -> Problem:
 
 
 def sharing(chance: random.Random) -> Problem:
-    """A division with a rest."""
+    """Make a problem about the remainder of a division."""
     people, each, rest = chance.randint(3, 12), chance.randint(5, 60), chance.randint(0, 2)
     total = people * each + rest
     what = chance.choice(GOODS)
@@ -53,7 +53,7 @@ def sharing(chance: random.Random) -> Problem:
 
 
 def travel(chance: random.Random) -> Problem:
-    """A mean speed."""
+    """Make a problem about a mean speed."""
     hours = [chance.randint(1, 6) for _ in range(2)]
     speeds = [chance.randint(20, 120) for _ in range(2)]
     distance = sum(h * s for h, s in zip(hours, speeds, strict=True))
@@ -70,7 +70,7 @@ def travel(chance: random.Random) -> Problem:
 
 
 def ages(chance: random.Random) -> Problem:
-    """A linear equation."""
+    """Make a problem about ages, which is a linear equation."""
     younger, older = chance.sample(NAMES, 2)
     age, factor, years = chance.randint(4, 20), chance.randint(2, 4), chance.randint(2, 9)
     total = age + years + factor * age + years
@@ -83,7 +83,7 @@ def ages(chance: random.Random) -> Problem:
 
 
 def percentages(chance: random.Random) -> Problem:
-    """Two changes of a price."""
+    """Make a problem about two changes of a price in percent."""
     price = 100 * chance.randint(2, 50)
     up, down = 5 * chance.randint(1, 10), 5 * chance.randint(1, 10)
     text = (
@@ -95,7 +95,7 @@ def percentages(chance: random.Random) -> Problem:
 
 
 def pens(chance: random.Random) -> Problem:
-    """Heads and legs."""
+    """Make a problem about the heads and legs of hens and cows."""
     hens, cows = chance.randint(3, 60), chance.randint(3, 60)
     heads, legs = hens + cows, 2 * hens + 4 * cows
     text = f"Hens and cows have {heads} heads and {legs} legs together. How many hens are there?"
@@ -104,7 +104,7 @@ def pens(chance: random.Random) -> Problem:
 
 
 def primes(chance: random.Random) -> Problem:
-    """A sum of primes."""
+    """Make a problem about a sum of primes."""
     low = chance.randint(10, 500)
     high = low + chance.randint(50, 400)
     sieve = bytearray([1]) * (high + 1)
@@ -120,7 +120,7 @@ def primes(chance: random.Random) -> Problem:
 
 
 def multiples(chance: random.Random) -> Problem:
-    """Numbers that one or the other divides."""
+    """Make a problem about counting the numbers that a or b divides."""
     a, b = chance.sample(range(3, 20), 2)
     top = chance.randint(500, 5000)
     common = a * b // math.gcd(a, b)
@@ -131,7 +131,7 @@ def multiples(chance: random.Random) -> Problem:
 
 
 def powers(chance: random.Random) -> Problem:
-    """The end of a large power."""
+    """Make a problem about the last digits of a large power."""
     base, exponent = chance.randint(3, 99), chance.randint(100, 999)
     digits = chance.randint(3, 5)
     text = f"What is the remainder of {base}^{exponent} divided by {10**digits}?"
@@ -140,7 +140,7 @@ def powers(chance: random.Random) -> Problem:
 
 
 def digits(chance: random.Random) -> Problem:
-    """The sum of digits."""
+    """Make a problem about the digit sum of a multiple of a factorial."""
     n, factor = chance.randint(20, 120), chance.randint(2, 999)
     answer = sum(int(digit) for digit in str(factor * math.factorial(n)))
     code = f"import math\nprint(sum(map(int, str({factor} * math.factorial({n})))))"
@@ -149,7 +149,7 @@ def digits(chance: random.Random) -> Problem:
 
 
 def grid(chance: random.Random) -> Problem:
-    """Ways on a grid around a hole."""
+    """Make a problem about counting the paths on a grid that avoid a point."""
     wide, high = chance.randint(4, 9), chance.randint(4, 9)
     x, y = chance.randint(1, wide - 1), chance.randint(1, high - 1)
     through = math.comb(x + y, x) * math.comb(wide - x + high - y, wide - x)
@@ -167,7 +167,7 @@ def grid(chance: random.Random) -> Problem:
 
 
 def coins(chance: random.Random) -> Problem:
-    """Ways to pay."""
+    """Make a problem about counting the ways to pay a sum with three coins."""
     values = sorted(chance.sample(range(2, 26), 3))
     total = chance.randint(60, 200)
     a, b, c = values
@@ -193,7 +193,7 @@ LEVELS: dict[int, tuple[Maker, ...]] = {
 
 
 def problem(number: int, *, level: int) -> Problem:
-    """Problem ``number`` of a level: always the same."""
+    """Return problem ``number`` of a level; the same number always gives the same problem."""
     chance = random.Random(f"{level}-{number}")
     makers = LEVELS[level]
     return makers[number % len(makers)](chance)

@@ -1,4 +1,4 @@
-"""The procedural generators of reasoning-gym, as verifiers tasks."""
+"""A verifiers environment of the procedural generators of reasoning-gym."""
 
 import difflib
 import functools
@@ -15,23 +15,23 @@ from reasoning_gym.factory import DATASETS
 __all__ = ["ReasoningGym"]
 
 CHUNK = 32  # tasks made at once: some generators make all tasks when they are created
-STREAM = 1_000_000  # distance between the first tasks of two seeds
+STREAM = 1_000_000  # distance between the first tasks of two consecutive seeds
 UNSCORED = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 
 
 class Puzzle(vf.TaskData):
-    """A generator's entry, in JSON that preserves tuples."""
+    """Data of a task: a generator's entry, as JSON that preserves tuples."""
 
     dataset: str
     entry: dict[str, Any]
 
 
 class Solve(vf.Task[Puzzle]):
-    """Scored by the generator."""
+    """Task: solve the puzzle. The generator scores the reply."""
 
     @vf.reward
     async def correct(self, trace: vf.Trace) -> float:
-        """The scorer's value of the text in the last ``<answer>`` tags, or of the whole reply."""
+        """Score the text in the last ``<answer>`` tags, or else the whole reply."""
         reply = trace.last_reply
         if "<answer>" in reply:
             reply = reply.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
@@ -42,7 +42,7 @@ class Solve(vf.Task[Puzzle]):
 
 
 class Options(vf.TasksetConfig):
-    """The generator, and the part of its stream that is used."""
+    """Options: the generator, and the part of its task stream to use."""
 
     dataset: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -53,7 +53,7 @@ class Options(vf.TasksetConfig):
 
 
 class ReasoningGym(vf.Taskset[Solve, Options]):
-    """Tasks by number: the first ``held_out`` for eval, then an endless stream to train on."""
+    """Taskset of numbered tasks: the first ``held_out`` for eval, the endless rest to train on."""
 
     def __init__(self, config: Options) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ class ReasoningGym(vf.Taskset[Solve, Options]):
         self.INFINITE = config.split == "train"
 
     def load(self) -> Iterator[Solve]:
-        """The tasks of the split, in order."""
+        """Yield the tasks of the split in order."""
         held_out = self.config.held_out
         if self.config.split == "eval":
             numbers: Any = range(held_out)
@@ -87,15 +87,15 @@ class ReasoningGym(vf.Taskset[Solve, Options]):
 
 
 def check(dataset: str) -> None:
-    """Refuse a generator that is unknown or can't be scored.
+    """Check that a generator exists and that its answers can be scored.
 
     Raises:
-        ValueError: the message has similar names, or the reason.
+        ValueError: the generator is unknown or can't be scored.
     """
     if dataset in UNSCORED:
         raise ValueError(
             f"{dataset!r} stores no answer that its own scorer accepts, so its rewards can't be "
-            f"checked; the same is true of {', '.join(UNSCORED)}"
+            f"checked; choose a generator other than {', '.join(UNSCORED)}"
         )
     known = [name for name in DATASETS if name != "composite" and name not in UNSCORED]
     if not dataset:
@@ -112,10 +112,10 @@ def check(dataset: str) -> None:
 
 
 def drawn(entries: Any, number: int) -> dict[str, Any]:
-    """Entry ``number`` of the chunk ``entries``, reproducibly.
+    """Return entry ``number`` of the chunk ``entries``, reproducibly.
 
-    One generator (list_functions) also draws from Python's global random state, which is seeded for
-    the entry and restored.
+    One generator (list_functions) also draws from Python's global random state. This function seeds
+    that state for the entry and then restores it.
     """
     state = random.getstate()
     random.seed(number)
@@ -128,12 +128,12 @@ def drawn(entries: Any, number: int) -> dict[str, Any]:
 
 @functools.cache
 def scorer(dataset: str) -> Any:
-    """The generator's own scorer: ``(answer, entry) -> number``."""
+    """Return the generator's own scorer: ``(answer, entry) -> number``."""
     return reasoning_gym.get_score_answer_fn(dataset)
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON; ``restored`` restores tuples, which some scorers compare."""
+    """Encode ``value`` as JSON. ``restored`` recovers tuples, which some scorers compare."""
     if isinstance(value, tuple):
         return {"__tuple__": [plain(item) for item in value]}
     if isinstance(value, list):
@@ -146,7 +146,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """The inverse of ``plain``, except that objects which JSON can't represent stay text."""
+    """Decode the result of ``plain``. Objects that JSON can't represent stay text."""
     if isinstance(value, list):
         return [restored(item) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Reverse an English word of 3 to 5 letters."""
+"""A verifiers environment whose tasks are to reverse English words of 3 to 5 letters."""
 
 import random
 from importlib import resources
@@ -10,29 +10,29 @@ __all__ = ["ReverseWords"]
 
 
 class Word(vf.TaskData):
-    """A word to be reversed."""
+    """Data of a task: the word to reverse is its id, and ``answer`` is the reversed word."""
 
     answer: str
 
 
 class ReverseWord(vf.Task[Word]):
-    """Rewarded for correct letters and for the correct word."""
+    """Task: reverse a word. Correct letters and the correct word are rewarded."""
 
     @vf.reward
     async def reversal(self, trace: vf.Trace) -> float:
-        """Half for the share of letters in the right place, half for the whole word."""
+        """Return the mean of the fraction of letters in the right place and the exact match."""
         reply, answer = trace.last_reply, self.data.answer
         right = sum(a == b for a, b in zip(reply, answer, strict=False))
         return 0.5 * right / max(len(answer), len(reply)) + 0.5 * (reply == answer)
 
     @vf.metric
     async def exact_match(self, trace: vf.Trace) -> float:
-        """Whether the reply is the reversed word."""
+        """Return 1 if the reply is the reversed word, else 0."""
         return float(trace.last_reply == self.data.answer)
 
 
 class Options(vf.TasksetConfig):
-    """The prompt, and which words are used."""
+    """Options: the prompt, and the selection of words."""
 
     prompt: str = "Reverse the letters of this word, and reply with nothing else: {word}"
     split: Literal["train", "eval"] = "train"
@@ -41,10 +41,10 @@ class Options(vf.TasksetConfig):
 
 
 class ReverseWords(vf.Taskset[ReverseWord, Options]):
-    """Every word once, in an order given by ``seed``; the first ``held_out`` are for eval."""
+    """Taskset with each word once, in an order given by ``seed``; the first are for eval."""
 
     def load(self) -> list[ReverseWord]:
-        """All words of the split."""
+        """Return the tasks of the split."""
         text = resources.files(__name__).joinpath("words.txt").read_text(encoding="utf-8")
         words = text.split()
         random.Random(self.config.seed).shuffle(words)

@@ -1,4 +1,4 @@
-"""The agent's tools, and where it acts: a sandbox, or a container of the issue's image."""
+"""Harness of the swe-folder environment: the agent's tools, and its sandbox or container."""
 
 import shutil
 from typing import Any
@@ -11,21 +11,21 @@ from primerl.sandbox import SandboxEnv
 
 
 class SweFolderHarness(rollout.ToolHarness):
-    """bash and edit in the repository, until the agent answers without a call."""
+    """Agent loop with bash and edit in the repository; it ends when a reply has no tool call."""
 
     def tools(self, runtime: Any, data: Any) -> list[rollout.Tool]:
-        """Both act in the rollout's sandbox or container."""
+        """Return edit and bash, which act in the rollout's sandbox or container."""
         return [rollout.editor(runtime), rollout.shell(runtime, workdir=data.place)]
 
 
 class SweFolderEnv(SandboxEnv):
-    """Folders are played in sandboxes, issues with an image in containers."""
+    """Environment with sandboxes for issues of folders, and containers for issues with an image."""
 
     async def run(self, task: Any, agents: Any) -> None:
-        """One episode.
+        """Run one episode.
 
         Raises:
-            RuntimeError: the task needs a container, and there is no engine.
+            RuntimeError: the task needs a container, but there is neither docker nor podman.
         """
         if task.data.image is None:
             await super().run(task, agents)
@@ -35,15 +35,15 @@ class SweFolderEnv(SandboxEnv):
 
 
 def container(data: Any) -> Any:
-    """The configuration of a container for a task.
+    """Return the configuration of a container for a task.
 
     Raises:
-        RuntimeError: there is no container engine.
+        RuntimeError: there is neither docker nor podman.
     """
     for engine, config in (("docker", vf.DockerConfig), ("podman", vf.PodmanConfig)):
         if shutil.which(engine):
             return config(image=data.image, workdir=data.workdir)
     raise RuntimeError(
-        f"{data.id} needs the image {data.image}, and there is neither docker nor podman; install "
-        "one, or give the repository as a folder"
+        f"{data.id} needs the image {data.image}, but there is neither docker nor podman; install "
+        "one of them, or provide the repository as a folder"
     )

@@ -1,4 +1,4 @@
-"""Rows of JSON lines files: issues of folders, and of SWE-bench."""
+"""Reader for JSON lines files of issues, in the format of this environment or of SWE-bench."""
 
 import json
 import shlex
@@ -9,15 +9,16 @@ from typing import Any
 import attrs
 
 IMAGE = "swebench/sweb.eval.x86_64.{id}:latest"
-TESTBED = "/testbed"  # the repository's place in SWE-bench's images
+TESTBED = "/testbed"  # path of the repository in SWE-bench's images
 
 
 @attrs.frozen(kw_only=True)
 class Issue:
-    """One issue: where its repository is, what is wrong, and which tests decide.
+    """One issue: its repository, its statement, its reference patch and its tests.
 
-    ``folder`` is a git repository of this machine; without one, ``image`` has it. ``expected``
-    names the tests that must pass, ``modules`` those that are tested in isolation.
+    ``folder`` is a git repository on this machine. If it is None, the container image ``image`` has
+    the repository. ``expected`` names the tests that must pass, ``modules`` the Python modules that
+    are tested in isolation.
     """
 
     id: str
@@ -34,10 +35,10 @@ class Issue:
 
 
 def read(path: Path, *, image: str = IMAGE) -> Iterator[Issue]:
-    """The issues of a file.
+    """Yield the issues of a file.
 
     Raises:
-        ValueError: a row has neither form; the message begins with its place.
+        ValueError: a row has neither format; the message begins with ``FILE:LINE``.
     """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
@@ -49,7 +50,7 @@ def read(path: Path, *, image: str = IMAGE) -> Iterator[Issue]:
             except ValueError as error:
                 raise ValueError(f"{place}: not valid JSON ({error})") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{place}: expected an object")
+                raise ValueError(f"{place}: expected a JSON object")
             yield _bench(row, place, image) if "instance_id" in row else _folder(row, place, path)
 
 
@@ -58,10 +59,10 @@ def _folder(row: Mapping[str, Any], place: str, path: Path) -> Issue:
     _require(row, place, needed)
     folder = (path.parent / str(row["folder"])).resolve()
     if not (folder / ".git").exists():
-        raise ValueError(f"{place}: {folder} is no git repository")
+        raise ValueError(f"{place}: {folder} is not a git repository")
     expected = tuple(row.get("tests", ()))
     if not expected and not row.get("test_command"):
-        raise ValueError(f"{place}: name 'tests' that must pass, or a 'test_command'")
+        raise ValueError(f"{place}: expected 'tests' that must pass, or a 'test_command'")
     return Issue(
         id=str(row["id"]),
         statement=str(row["problem_statement"]),
@@ -82,7 +83,7 @@ def _bench(row: Mapping[str, Any], place: str, image: str) -> Issue:
     if not expected:
         raise ValueError(f"{place}: FAIL_TO_PASS and PASS_TO_PASS are empty")
     name = str(row["instance_id"])
-    # As SWE-bench's own images are named: "__" is not allowed there.
+    # SWE-bench names its images this way, since "__" is not allowed in image names.
     default = image.format(id=name.lower().replace("__", "_1776_"))
     return Issue(
         id=name,
@@ -100,16 +101,16 @@ def _bench(row: Mapping[str, Any], place: str, image: str) -> Issue:
 def _require(row: Mapping[str, Any], place: str, needed: Sequence[str]) -> None:
     missing = [name for name in needed if name not in row]
     if missing:
-        raise ValueError(f"{place}: {', '.join(missing)} is missing; it has {', '.join(row)}")
+        raise ValueError(f"{place}: {', '.join(missing)} is missing; the row has {', '.join(row)}")
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Names of tests: a list, or one as JSON in a string, as SWE-bench has it."""
+    """Parse test names: a list, or a string with a JSON list, as in SWE-bench."""
     return tuple(json.loads(value) if isinstance(value, str) else value)
 
 
 def _command(value: Any, expected: Sequence[str]) -> tuple[str, ...]:
-    """The test command; by default pytest on the files of the expected tests."""
+    """Return the test command; by default, pytest on the files of the expected tests."""
     if value:
         return tuple(shlex.split(value) if isinstance(value, str) else value)
     files = dict.fromkeys(name.split("::", 1)[0] for name in expected)

@@ -1,4 +1,4 @@
-"""Repositories as files by path: of a commit, with a patch, and with what an agent changed."""
+"""Repositories as mappings from path to content: read commits, apply patches, select files."""
 
 import fnmatch
 import io
@@ -10,10 +10,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-MOST_BYTES = 64 << 20  # of a repository
+MOST_BYTES = 64 << 20  # per repository
 GIT_S = 60.0
 
-# What decides how tests run is the repository's own, whatever the agent wrote.
+# Files that control how tests run. The agent's versions are ignored.
 _STEERING = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
     *("sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.so", ".coveragerc"),
@@ -24,10 +24,10 @@ _TOOLS = ("pytest", "_pytest", "pluggy", "py", "iniconfig", "packaging", "primer
 
 
 def committed(folder: str, commit: str) -> dict[str, bytes]:
-    """The files of a commit of a repository on this machine.
+    """Read the files of a commit from a git repository on this machine.
 
     Raises:
-        ValueError: there is no such commit.
+        ValueError: the commit does not exist.
     """
     command = ["git", "-C", folder, "archive", "--format=tar", f"{commit}^{{commit}}"]
     done = subprocess.run(command, capture_output=True, timeout=GIT_S, check=False)
@@ -38,10 +38,10 @@ def committed(folder: str, commit: str) -> dict[str, bytes]:
 
 
 def patched(files: Mapping[str, bytes], patch: str) -> dict[str, bytes]:
-    """The files with a patch applied.
+    """Return the files with a patch applied.
 
     Raises:
-        ValueError: it does not apply.
+        ValueError: the patch does not apply.
     """
     if not patch.strip():
         return dict(files)
@@ -50,7 +50,7 @@ def patched(files: Mapping[str, bytes], patch: str) -> dict[str, bytes]:
             place = Path(folder, path)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
-        # Not one of this machine's own repositories, should the folder be inside one.
+        # Keep git from finding a repository of this machine around the temporary folder.
         variables = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
         done = subprocess.run(
             ["git", "apply", "--whitespace=nowarn", "-"],
@@ -72,7 +72,7 @@ def patched(files: Mapping[str, bytes], patch: str) -> dict[str, bytes]:
 
 
 def packed(files: Mapping[str, bytes]) -> bytes:
-    """An archive of files."""
+    """Pack files into a tar archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, content in files.items():
@@ -84,10 +84,10 @@ def packed(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked(archive: bytes) -> dict[str, bytes]:
-    """The regular files of an archive, which may be anybody's: nothing is written to disk.
+    """Unpack the regular files of an untrusted tar archive, without writing to disk.
 
     Raises:
-        ValueError: it is no archive, or has too many bytes.
+        ValueError: the bytes are not an archive, or the files have too many bytes.
     """
     files = {}
     originals: dict[str, tarfile.TarInfo] = {}
@@ -96,7 +96,7 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
             for about in opened:
                 path = PurePosixPath(about.name)
-                # A hard link is another name of a file before it.
+                # A hard link refers to an earlier file of the archive.
                 file = originals.get(about.linkname) if about.islnk() else about
                 if file is None or not file.isreg() or not path.parts:
                     continue
@@ -109,18 +109,23 @@ def unpacked(archive: bytes) -> dict[str, bytes]:
                 files[path.as_posix()] = content.read()
                 originals[about.name] = file
     except (tarfile.TarError, EOFError, OSError, UnicodeError, RecursionError) as error:
-        raise ValueError(f"what came out is no archive: {error}") from error
+        raise ValueError(f"the files are not a valid archive: {error}") from error
     return files
 
 
 def graded(
     base: Mapping[str, bytes], changed: Mapping[str, bytes], tests: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """What is tested: the agent's files, but the repository's own where they decide how.
+    """Combine the files to test: the agent's code, and the repository's own tests.
 
-    ``base`` is the commit, ``changed`` what the agent left, ``tests`` the commit with the hidden
-    tests. New files that steer tests or shadow other modules are left out, and those that are where
-    the repository's own need a folder, or the other way round.
+    Files that control how tests run also come from the repository. New files that do so are
+    dropped, and so are new files that shadow other modules. Files whose path conflicts with a
+    folder of the repository's own files, or the other way round, are dropped too.
+
+    Args:
+        base: the files of the commit.
+        changed: the files that the agent left.
+        tests: the files of the commit with the hidden tests.
     """
     own = {path: content for path, content in tests.items() if steers(path)}
     added = {path: content for path, content in tests.items() if base.get(path) != content}
@@ -138,12 +143,12 @@ def graded(
 
 
 def folders_of(path: str) -> list[str]:
-    """The folders that a file is in, from the inside out."""
+    """Return the folders that contain a file, innermost first."""
     return [folder.as_posix() for folder in PurePosixPath(path).parents]
 
 
 def steers(path: str) -> bool:
-    """Whether a file is one of the tests, or decides how they run."""
+    """Check whether a file is a test or controls how tests run."""
     parts = PurePosixPath(path).parts
     return any(part in _FOLDERS for part in parts[:-1]) or any(
         fnmatch.fnmatch(parts[-1], pattern) for pattern in _STEERING
@@ -151,14 +156,14 @@ def steers(path: str) -> bool:
 
 
 def shadows(path: str) -> bool:
-    """Whether a module would be imported in place of one of Python's, or of the test tools'."""
+    """Check whether a module would shadow one of Python's standard library or of the test tools."""
     parts = PurePosixPath(path).parts
     name = parts[0] if len(parts) > 1 else parts[0].removesuffix(".py")
     return name in sys.stdlib_module_names or name in _TOOLS
 
 
 def modules(files: Iterable[str]) -> list[str]:
-    """The top-level modules and packages of a repository, tests left out."""
+    """Return the top-level modules and packages of a repository, without its tests."""
     found = set()
     for path in files:
         parts = PurePosixPath(path).parts

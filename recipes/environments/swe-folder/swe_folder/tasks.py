@@ -1,4 +1,4 @@
-"""The tasks, and their scoring."""
+"""Tasks of the swe-folder environment and their scoring."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (.+?)(?: - .*
 
 
 class IssueData(vf.TaskData):
-    """An issue. The patches and the names of tests are for the host only."""
+    """Data of a task: an issue. Only the host sees the patches and the names of tests."""
 
     base_commit: str
     patch: str
@@ -37,12 +37,12 @@ class IssueData(vf.TaskData):
 
 
 class ResolveConfig(vf.TaskConfig):
-    """How tests are run.
+    """Options for running the tests.
 
     ``grading="isolated"`` runs pytest in one sandbox and the code under test in another, where it
-    can't touch the results; ``packages`` are folders that have pytest and what the tests need, and
-    that sandboxes may read. ``"command"`` runs the test command beside the code: for suites that
-    need it, and for containers.
+    can't manipulate the results. ``grading="command"`` runs the test command in the same sandbox as
+    the code, for test suites that need it and for containers. ``packages`` are folders that contain
+    pytest and the tests' dependencies; sandboxes must be able to read them.
     """
 
     grading: Literal["isolated", "command"] = "isolated"
@@ -51,39 +51,39 @@ class ResolveConfig(vf.TaskConfig):
 
 
 class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
-    """Make the hidden tests pass, and break none of the others."""
+    """Task: make the hidden tests pass without breaking the other tests."""
 
     @property
     def base(self) -> dict[str, bytes]:
-        """The repository as the agent finds it."""
+        """The repository as the agent finds it, by path."""
         if self.data.folder is None:
-            raise RuntimeError(f"the repository of {self.data.id} is in its image")
+            raise RuntimeError(f"the repository of {self.data.id} is in its image, not in a folder")
         return repositories.committed(self.data.folder, self.data.base_commit)
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Put the repository into the sandbox; an image has it."""
+        """Write the repository into the sandbox. A container's image already has it."""
         if self.data.folder is not None:
             await put(runtime, await asyncio.to_thread(lambda: self.base))
 
     @vf.reward
     async def resolved(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
-        """1 if all expected tests pass, else 0; ``trace.info["swe_folder"]`` says why."""
+        """Return 1 if all expected tests pass, else 0; ``trace.info["swe_folder"]`` says why."""
         passed, why = await self.graded(runtime)
         trace.info["swe_folder"] = {"passed": passed, "why": why[-2000:]}
         return float(passed)
 
     async def validate(self, runtime: vf.Runtime) -> bool:
-        """Whether the patch makes tests pass that don't without it."""
+        """Check that the expected tests pass with the reference patch and fail without it."""
         before, _ = await self.graded(runtime)
         await self.apply(runtime, self.data.patch)
         after, _ = await self.graded(runtime)
         return after and not before
 
     async def apply(self, runtime: vf.Runtime, patch: str) -> None:
-        """Apply a patch where the agent acts.
+        """Apply a patch to the repository in the agent's sandbox or container.
 
         Raises:
-            ValueError: it does not apply.
+            ValueError: the patch does not apply.
         """
         if self.data.folder is not None:
             files = await asyncio.to_thread(lambda: repositories.patched(self.base, patch))
@@ -92,10 +92,12 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         await apply(runtime, self.data.place, patch)
 
     async def graded(self, runtime: vf.Runtime) -> tuple[bool, str]:
-        """Whether the tests pass on what the agent left, in new sandboxes, and why not.
+        """Run the tests on the agent's files, in new sandboxes or a new container.
+
+        Returns whether the tests pass, and the reason if they do not.
 
         Raises:
-            SandboxError: the sandboxes are at fault, not the agent.
+            SandboxError: the sandboxes failed through no fault of the agent.
         """
         if self.data.folder is None:
             return await self._graded_in_container(runtime)
@@ -103,7 +105,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         try:
             changed = await taken(runtime)
         except (vf.SandboxError, OSError, ValueError) as error:
-            # An agent may end its own sandbox; a pool that is gone is no agent's doing.
+            # An agent may end its own sandbox, and then gets 0. It can't close the pool.
             if pool is not None and not pool.alive:
                 raise
             return False, f"the repository can't be read: {error}"
@@ -126,7 +128,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
     ) -> tuple[bool, str]:
         tests = {path: content for path, content in files.items() if repositories.steers(path)}
         subject = {path: content for path, content in files.items() if path not in tests}
-        # Of the repository's tests, those files that have expected ones.
+        # Only these test files contain expected tests.
         named = {name.split("::", 1)[0] for name in self.data.expected}
         report = await grade_repository(
             pool,
@@ -150,9 +152,9 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         try:
             try:
                 await put(runtime, files)
-            except RuntimeError as error:  # not for the repository itself, which the agent got
+            except RuntimeError as error:  # the agent's fault: the original repository fits
                 return False, str(error)
-            # Packages that tests need, such as pytest.
+            # Folders of packages that the tests need, such as pytest.
             variables = {"PYTHONPATH": ":".join([".", *self.config.packages])}
             done = await runtime.run(list(self.data.test_command), variables)
         finally:
@@ -168,7 +170,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         ]
         made = await runtime.run(changes, {})
         if made.exit_code:
-            return False, f"what the agent changed can't be read: {made.stderr}"
+            return False, f"the agent's changes can't be read: {made.stderr}"
         async with fresh(runtime) as other:
             try:
                 await apply(other, place, without_steering(made.stdout))
@@ -183,13 +185,17 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
 
 @contextlib.asynccontextmanager
 async def fresh(runtime: vf.Runtime) -> AsyncIterator[vf.Runtime]:
-    """A new container like one that is there."""
+    """Open a new container with the same configuration as ``runtime``."""
     async with provision_runtime(runtime.config) as other:
         yield other
 
 
 def verdict(done: vf.ProgramResult, expected: list[str]) -> tuple[bool, str]:
-    """What a test command says: its exit code, and pytest's line for each expected test."""
+    """Judge a test command by pytest's line for each expected test.
+
+    Without expected tests, the exit code decides. Returns whether the tests passed, and the reason
+    if they did not.
+    """
     said = f"{done.stdout}\n{done.stderr}"
     if not expected:
         return done.exit_code == 0, "" if done.exit_code == 0 else said
@@ -201,10 +207,10 @@ def verdict(done: vf.ProgramResult, expected: list[str]) -> tuple[bool, str]:
 
 
 async def put(runtime: vf.Runtime, files: Mapping[str, bytes]) -> None:
-    """Write a repository into the working folder.
+    """Write a repository into the working folder of a runtime.
 
     Raises:
-        RuntimeError: there is no room, or no tar.
+        RuntimeError: unpacking fails, for lack of space or of tar.
     """
     await runtime.write(".repository.tar", repositories.packed(files))
     done = await runtime.run(["sh", "-c", "tar xf .repository.tar && rm .repository.tar"], {})
@@ -213,10 +219,10 @@ async def put(runtime: vf.Runtime, files: Mapping[str, bytes]) -> None:
 
 
 async def taken(runtime: vf.Runtime) -> dict[str, bytes]:
-    """The files of the working folder, which may hold anything.
+    """Read the files of the working folder, which are untrusted.
 
     Raises:
-        ValueError: they are too many, or can't be packed.
+        ValueError: the files are too large or can't be packed.
     """
     name = "/tmp/.repository.tar"
     command = f"tar cf {name} --exclude=.git --exclude=__pycache__ --exclude=.repository.tar ."
@@ -227,10 +233,10 @@ async def taken(runtime: vf.Runtime) -> dict[str, bytes]:
 
 
 async def apply(runtime: vf.Runtime, place: str, patch: str) -> None:
-    """Apply a patch to a repository in a container.
+    """Apply a patch to the repository at ``place`` in a container.
 
     Raises:
-        ValueError: it does not apply.
+        ValueError: the patch does not apply.
     """
     if not patch.strip():
         return
@@ -238,11 +244,11 @@ async def apply(runtime: vf.Runtime, place: str, patch: str) -> None:
     command = f"cd {place} && git apply --whitespace=nowarn /tmp/.patch"
     done = await runtime.run(["sh", "-c", command], {})
     if done.exit_code:
-        raise ValueError(f"a patch does not apply: {done.stderr}")
+        raise ValueError(f"the patch does not apply: {done.stderr}")
 
 
 def without_steering(patch: str) -> str:
-    """A patch without the parts that change tests, or how they run."""
+    """Remove the parts of a patch that change tests or how tests run."""
     parts = re.split(r"(?m)^(?=diff --git )", patch)
     kept = []
     for part in parts:
@@ -256,7 +262,7 @@ def without_steering(patch: str) -> str:
 
 
 class Options(vf.TasksetConfig):
-    """``issues`` are JSON lines files; ``image`` names SWE-bench's images by ``{id}``."""
+    """Options: ``issues``, JSON lines files, and ``image``, a template with ``{id}``."""
 
     issues: list[str] = []
     image: str = IMAGE
@@ -264,17 +270,17 @@ class Options(vf.TasksetConfig):
 
 
 class SweFolder(vf.Taskset[Resolve, Options]):
-    """Issues of files."""
+    """Taskset of issues from JSON lines files."""
 
     def __init__(self, config: Options) -> None:
         super().__init__(config)
         if not config.issues:
             raise ValueError(
-                'swe-folder needs issues: config={"taskset": {"issues": ["issues.jsonl"]}}'
+                'swe-folder needs issues: pass config={"taskset": {"issues": ["issues.jsonl"]}}'
             )
 
     def load(self) -> Iterator[Resolve]:
-        """The issues, in the files' order."""
+        """Yield the issues in the order of the files."""
         for path in self.config.issues:
             for issue in read(Path(path), image=self.config.image):
                 yield Resolve(_data(issue), self.config.task)

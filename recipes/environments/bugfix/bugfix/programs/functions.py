@@ -1157,7 +1157,7 @@ def rotate(items, count):
 
 
 def change(paid, price):
-    """What is given back, or 0 if too little was paid.
+    """Return the change, or 0 if too little was paid.
 
     >>> change(10, 7)
     3
@@ -1469,7 +1469,7 @@ def multiples(number, count):
 
 
 def share(total, people):
-    """What each gets, and what is left.
+    """Return the share of each, and the remainder.
 
     >>> share(10, 3)
     (3, 1)

@@ -60,7 +60,7 @@ def contains(intervals, number):
 
 
 def intersect(left, right):
-    """What is in both of two sorted lists of intervals."""
+    """Return the intersection of two sorted lists of intervals."""
     found = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -76,7 +76,7 @@ def intersect(left, right):
 
 
 def gaps(intervals, start, end):
-    """What is not covered between ``start`` and ``end``."""
+    """Return the gaps between ``start`` and ``end``."""
     free = []
     position = start
     for left, right in merge(intervals):

@@ -77,11 +77,11 @@ class Inventory:
         return cost
 
     def worth(self):
-        """What the stock had cost."""
+        """Return the purchase cost of the stock."""
         return sum(self._costs.values())
 
     def to_reorder(self):
-        """The names of what has become rare."""
+        """Return the names of items that are running out."""
         return sorted(name for name, left in self._quantities.items() if left <= self._reorder_at)
 
 

@@ -71,7 +71,7 @@ class Bank:
         self._histories[name] = [("open", amount)]
 
     def balance(self, name):
-        """What an account holds."""
+        """Return the balance of an account."""
         return self._balances[name]
 
     def deposit(self, name, amount):
@@ -109,11 +109,11 @@ class Bank:
                 self._histories[name].append(("interest", interest))
 
     def history(self, name):
-        """What happened to an account."""
+        """Return the transactions of an account."""
         return list(self._histories[name])
 
     def total(self):
-        """What all accounts hold."""
+        """Return the sum of all balances."""
         return sum(self._balances.values())
 
     def richest(self):

@@ -1,4 +1,4 @@
-"""What the library has."""
+"""The catalog of the library."""
 
 
 class Catalog:

@@ -1,4 +1,4 @@
-"""What late books cost."""
+"""Fines for late books."""
 
 DAYS = 14
 CENTS = 10

@@ -41,7 +41,7 @@ class Library:
         return sorted(self._loans.get(person, {}))
 
     def debt(self, person):
-        """What a person owes, in cents."""
+        """Return the debt of a person, in cents."""
         return self._debts.get(person, 0)
 
     def pay(self, person, cents):

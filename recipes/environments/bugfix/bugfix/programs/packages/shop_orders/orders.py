@@ -1,4 +1,4 @@
-"""What a customer wants."""
+"""Orders of customers."""
 
 from shop_orders import rules
 
@@ -43,17 +43,17 @@ class Order:
         return self._prices[name]
 
     def subtotal(self):
-        """What the items cost."""
+        """Return the cost of the items."""
         return sum(self._prices[name] * count for name, count in self._counts.items())
 
     def discount(self):
-        """What the voucher takes off."""
+        """Return the discount of the voucher."""
         if self._code is None:
             return 0
         return rules.voucher(self._code, self.subtotal())
 
     def shipping(self):
-        """What sending costs."""
+        """Return the cost of shipping."""
         return rules.shipping(self.subtotal())
 
     def tax(self):
@@ -61,5 +61,5 @@ class Order:
         return rules.tax(self._country, self.subtotal() - self.discount())
 
     def total(self):
-        """What is to be paid."""
+        """Return the total to pay."""
         return self.subtotal() - self.discount() + self.shipping() + self.tax()

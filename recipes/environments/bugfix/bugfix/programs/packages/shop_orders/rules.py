@@ -20,7 +20,7 @@ def shipping(amount):
 
 
 def voucher(code, amount):
-    """What a voucher takes off an amount."""
+    """Return the discount of a voucher on an amount."""
     if code == "TEN":
         return percent(amount, 10)
     if code == "FIVER":

@@ -1,4 +1,4 @@
-"""Which words are in which texts."""
+"""An index from words to texts."""
 
 from text_index.words import words
 

@@ -1,0 +1,317 @@
+"""The memory plan of a trainer's ranks, from a model that the recipe's own wiring prepared."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from attrs.validators import ge
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from primerl import optim, parallel
+from primerl._common.checkpoint_tensors import LAYER
+from primerl._common.ranks import local_part
+from primerl.planning.activation_memory import Activations, measure_activations
+from primerl.planning.virtual_ranks import imagined_ranks
+
+GIB = 2**30
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+Prepare = Callable[[Any, parallel.Mesh], Optimizer]
+"""A recipe's wiring, ``(model, mesh) -> optimizer``, which also shards the model."""
+
+
+@attrs.frozen(kw_only=True)
+class TrainerLayout:
+    """The arrangement of a trainer's ranks; sizes are as in ``parallel.mesh``."""
+
+    nodes: int = attrs.field(validator=ge(1))
+    gpus_per_node: int = attrs.field(default=8, validator=ge(1))
+    replicate: int = 1
+    ep: int = 1
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, one per GPU."""
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        sizes = f"{self.nodes} x {self.gpus_per_node} GPUs, ep={self.ep}, cp={self.cp}"
+        return sizes if self.replicate == 1 else f"{sizes}, replicate={self.replicate}"
+
+
+@attrs.frozen(kw_only=True)
+class ParameterShare:
+    """One rank's share of a parameter, over all layers that have it."""
+
+    name: str
+    """The parameter's name, with ``*`` for layer numbers."""
+    count: int
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    local_shape: tuple[int, ...]
+    dtype: str
+
+
+@attrs.frozen(kw_only=True)
+class RankMemory:
+    """Bytes of memory that a rank of the trainer needs."""
+
+    rank: int
+    parameters: int
+    """The rank's shards of parameters, and buffers."""
+    gradients: int
+    """Sharded gradients of trained parameters."""
+    optimizer: int
+    """Optimizer states on the device."""
+    gathered: int = 0
+    """Gathered parameters: those outside the layers, the running layer and the next one."""
+    reduced: int = 0
+    """Gathered gradients before the reduction, in the dtypes of computation and reduction."""
+    activations: int = 0
+    """Activations that the forward pass of a micro-batch keeps for the backward pass."""
+    recomputed: int = 0
+    """Activations of one layer while it is recomputed, if layers are recomputed."""
+    host: int
+    """Optimizer states in host memory."""
+    parts: tuple[ParameterShare, ...] = attrs.field(default=(), repr=False)
+
+    @property
+    def device(self) -> int:
+        """Total bytes on the device."""
+        return sum(self.by_name.values())
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The terms of the sum ``device``, by name."""
+        names = ("parameters", "gradients", "optimizer", "gathered", "reduced", "activations",
+                 "recomputed")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+@attrs.frozen(kw_only=True)
+class TrainerPlan:
+    """The memory of a trainer with a given layout, or the reason why it can't run."""
+
+    layout: TrainerLayout
+    ranks: tuple[RankMemory, ...] = ()
+    """Memory of the imagined ranks."""
+    refusal: str | None = None
+    """The constraint that the layout violates; None if it fits."""
+
+    @property
+    def host_per_node(self) -> int:
+        """Bytes of optimizer states in a node's host memory, by its largest rank."""
+        return self.layout.gpus_per_node * max((one.host for one in self.ranks), default=0)
+
+
+def plan_trainers(
+    build: Callable[[], Any],
+    prepare: Prepare,
+    layouts: Iterable[TrainerLayout],
+    *,
+    tokens: int,
+    gpu_bytes: int,
+    dtype: torch.dtype = torch.bfloat16,
+    ranks: Sequence[int] = (0,),
+) -> list[TrainerPlan]:
+    """Prepare a model on imagined ranks of each layout, and measure the ranks' memory.
+
+    If the library refuses a layout, or its ranks don't fit into a GPU, its plan has a ``refusal``.
+
+    Args:
+        build: builds the model, on the ``meta`` device: ``models.empty_model``.
+        prepare: the recipe's wiring, up to the optimizer. With a mesh whose ``parameters`` is None,
+            it must leave the model unsharded, but computing as a rank does.
+        layouts: layouts of the ranks.
+        tokens: the number of tokens of a micro-batch, which ``cp`` ranks share; 0 to leave out
+            activations.
+        gpu_bytes: usable memory per GPU.
+        dtype: dtype that layers compute in, as in ``parallel.shard``.
+        ranks: the ranks to imagine, each of which prepares the model once; -1 is the last. Shards
+            are equal, unless a size is not a multiple of the number of ranks; then rank 0 has most.
+    """
+    activations: dict[tuple[int, int], Activations] = {}
+    plans = []
+    for layout in layouts:
+        found: list[RankMemory] = []
+        refusal = None
+        try:
+            key = (layout.ep, layout.cp)
+            if key not in activations:
+                activations[key] = _activations(build, prepare, layout, tokens=tokens, dtype=dtype)
+            for rank in sorted({one % layout.ranks for one in ranks}):
+                with imagined_ranks(layout.ranks, rank=rank):
+                    model = build()
+                    optimizer = prepare(model, _mesh(layout))
+                    memory = rank_memory(model, optimizer, rank=rank, dtype=dtype)
+                found.append(
+                    attrs.evolve(
+                        memory,
+                        activations=activations[key].kept,
+                        recomputed=activations[key].recomputed,
+                    )
+                )
+        except ValueError as error:
+            refusal = str(error)
+        plans.append(
+            TrainerPlan(
+                layout=layout,
+                ranks=tuple(found),
+                refusal=refusal or _too_large(found, gpu_bytes),
+            )
+        )
+    return plans
+
+
+def _mesh(layout: TrainerLayout) -> parallel.Mesh:
+    return parallel.mesh(replicate=layout.replicate, ep=layout.ep, cp=layout.cp)
+
+
+def _activations(
+    build: Callable[[], Any],
+    prepare: Prepare,
+    layout: TrainerLayout,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+) -> Activations:
+    """Measure a rank's activations, without sharding: a running layer's parameters are whole."""
+    if tokens % layout.cp:
+        raise ValueError(f"context: {tokens} tokens are not divisible by cp={layout.cp}")
+    if not tokens:
+        return Activations(kept=0, recomputed=0)
+    with imagined_ranks(layout.ranks):
+        model = build().to(dtype)
+        prepare(model, attrs.evolve(_mesh(layout), parameters=None))
+        return measure_activations(model, tokens=tokens // layout.cp)
+
+
+def _too_large(ranks: list[RankMemory], gpu_bytes: int) -> str | None:
+    largest = max(ranks, key=lambda one: one.device)
+    if largest.device <= gpu_bytes:
+        return None
+    parts = sorted(largest.by_name.items(), key=lambda one: -one[1])
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size)
+    return (
+        f"memory: rank {largest.rank} needs {largest.device / GIB:.1f} GiB, but the limit is "
+        f"{gpu_bytes / GIB:.1f} GiB; in GiB: {named}"
+    )
+
+
+def rank_memory(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    rank: int = 0,
+    dtype: torch.dtype | None = None,
+) -> RankMemory:
+    """Measure this rank's memory for a model and its optimizer, without activations.
+
+    Args:
+        model: the model after ``parallel.shard``, on the ``meta`` device.
+        optimizer: the optimizer of its parameters, before its first step. It steps here once per
+            kind of parameter, to see which states it creates.
+        rank: this rank, for the result.
+        dtype: dtype that layers compute in; None: that of the parameters.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    states, host = _optimizer_bytes(optimizer)
+    gathered, reduced = _gathered_bytes(model, dtype)
+    return RankMemory(
+        rank=rank,
+        parameters=sum(_bytes(one) for one in tensors),
+        gradients=sum(_bytes(one) for one in trained),
+        optimizer=states,
+        gathered=gathered,
+        reduced=reduced,
+        host=host,
+        parts=_parts(model),
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return local_part(tensor).nbytes
+
+
+def _parts(model: nn.Module) -> tuple[ParameterShare, ...]:
+    counts: dict[ParameterShare, int] = {}
+    for name, parameter in model.named_parameters():
+        part = ParameterShare(
+            name=_NUMBER.sub("*", name),
+            count=1,
+            shape=tuple(parameter.shape),
+            local_shape=tuple(local_part(parameter).shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+        )
+        counts[part] = counts.get(part, 0) + 1
+    return tuple(attrs.evolve(part, count=count) for part, count in counts.items())
+
+
+def _optimizer_bytes(optimizer: Optimizer) -> tuple[int, int]:
+    """Return the bytes of all optimizer states on the device, and in host memory.
+
+    Only one parameter of each kind is updated, because a parameter's update depends only on its own
+    gradient and states.
+    """
+    on_host = isinstance(optimizer, optim.Offload | optim.CPUAdamW)
+    kinds: dict[Any, list[Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                placed = parameter.placements if isinstance(parameter, DTensor) else None
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                kind = (number, parameter.shape, parameter.dtype, placed, mesh)
+                kinds.setdefault(kind, []).append(parameter)
+    device = host = 0
+    for parameters in kinds.values():
+        one = parameters[0]
+        one.grad = torch.empty_like(one)
+        optimizer.step()
+        one.grad = None
+        for state in optimizer.state.pop(one, {}).values():  # plain SGD has none
+            if isinstance(state, Tensor):
+                size = len(parameters) * _bytes(state)
+                away = on_host or local_part(state).device != local_part(one).device
+                device, host = (device, host + size) if away else (device + size, host)
+    return device, host
+
+
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return the bytes of parameters that FSDP gathers at once, and of unreduced gradients.
+
+    Parameters outside the layers, and their gradients, stay gathered from the forward pass to the
+    end of the backward pass. While a layer computes, the next one is gathered. The gradients of a
+    layer are copied to float32 to be summed over ranks.
+    """
+    if not isinstance(model, FSDPModule):
+        return 0, 0
+    kept = next(model.parameters()).dtype
+    computed = dtype or kept
+    summed = kept if computed == kept else torch.float32
+    around, layers = 0, dict[str, int]()
+    for name, parameter in model.named_parameters():
+        layer = LAYER.match(name)
+        if layer is None:
+            around += _gathered_elements(parameter)
+        else:
+            layers[layer[0]] = layers.get(layer[0], 0) + _gathered_elements(parameter)
+    largest = max(layers.values(), default=0)
+    next_one = min(len(layers), 2)
+    gathered = computed.itemsize * (around + next_one * largest)
+    reduced = computed.itemsize * (around + largest) + summed.itemsize * largest
+    return gathered, reduced
+
+
+def _gathered_elements(parameter: nn.Parameter) -> int:
+    """Return the elements of a parameter when gathered: all but the experts of other ranks."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return parameter.numel() // (mesh["expert"].size() if "expert" in names else 1)

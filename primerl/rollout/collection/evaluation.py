@@ -1,0 +1,224 @@
+"""Playing each task once, or a few times, to score a policy rather than to train it."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from primerl._common.progress import report
+from primerl.rollout.collection.groups import CANCEL_S, Deadline, finish_by, results_of, run_rollout
+from primerl.rollout.engines.health import EngineFailed, EngineHealth
+from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.errors import located, name_of
+from primerl.rollout.processes.background_loop import BackgroundLoop
+from primerl.types import Group, Outcome, SamplingParams
+
+CLOSE_S = 15.0  # time in which an environment may close
+_END = object()
+
+
+def evaluate_tasks(
+    engine: Engine,
+    environment: Environment,
+    tasks: Iterable[Task],
+    params: SamplingParams,
+    *,
+    samples: int = 1,
+    concurrency: int = 64,
+    retries: int = 1,
+    skip: Collection[tuple[str, int]] = (),
+    rollout_timeout_s: float = 1800.0,
+    timeout_s: float = 600.0,
+) -> Iterator[Outcome]:
+    """Play each task ``samples`` times; yield each result as soon as its rollout has ended.
+
+        for outcome in rollout.evaluate_tasks(engine, environment, tasks, params, samples=4):
+            results.add(played)
+
+    If the environment or its reward still raises after ``retries``, the error is the rollout's
+    result. If the engine fails, rollouts wait until it answers again. Leaving the loop early
+    cancels the rollouts in flight.
+
+    Args:
+        engine: must serve the same weights throughout, since results are compared.
+        environment: ``async (task, engine, params) -> Rollout``; it is closed at the end.
+        tasks: mappings with a string ``"id"``.
+        params: sampling parameters: greedy, or those with which the policy will be used.
+        samples: rollouts per task.
+        retries: how often a failed rollout is played again.
+        concurrency: the maximum number of rollouts in flight.
+        skip: pairs of task id and index of rollouts that are not to be played again.
+        rollout_timeout_s: how long a rollout may take, including its retries but not the engine's
+            outages; after that its result is a ``TimeoutError``.
+        timeout_s: how long the engine may fail every request before that is an error.
+
+    Raises:
+        EngineFailed: the engine was given up. The results yielded so far are valid.
+        ValueError: a number is out of range, or a task has no id.
+    """
+    if samples < 1 or concurrency < 1 or retries < 0 or not rollout_timeout_s > 0:
+        raise ValueError(
+            f"samples={samples}, concurrency={concurrency}, retries={retries}, rollout_timeout_s="
+            f"{rollout_timeout_s}: expected at least 1, at least 1, at least 0, and a time above 0"
+        )
+    tasks = list(tasks)
+    for task in tasks:
+        if not isinstance(task.get("id"), str):
+            raise ValueError(f"the task {dict(task)!r:.80} has no 'id' that is a string")
+    jobs = [
+        (task, index)
+        for task in tasks
+        for index in range(samples)
+        if (task["id"], index) not in skip
+    ]
+    ends: queue.Queue[Any] = queue.Queue()
+    loop = BackgroundLoop("primerl-evaluation")
+    health = EngineHealth(type(engine).__name__, timeout_s=timeout_s)
+    outcomes = (
+        partial(
+            evaluate_once,
+            environment,
+            task,
+            engine,
+            params,
+            index=index,
+            retries=retries,
+            health=health,
+            timeout_s=rollout_timeout_s,
+        )
+        for task, index in jobs
+    )
+    closed = threading.Event()
+    playing = loop.submit(_run(outcomes, concurrency, ends, environment, closed))
+    try:
+        for count in range(1, len(jobs) + 1):
+            end = ends.get()
+            if end is _END:
+                break
+            report("evaluating", f"{count}/{len(jobs)} rollouts")
+            yield end
+        playing.result()
+    finally:
+        playing.cancel()
+        closed.wait(CANCEL_S + CLOSE_S)
+        loop.stop()
+
+
+async def evaluate(
+    environment: Environment,
+    tasks: Sequence[Task],
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    samples: int,
+    keep_errors: bool,
+    retries: int,
+    health: EngineHealth,
+    on_end: Callable[[Any], None],
+) -> list[Outcome]:
+    """Play each task ``samples`` times; return the results in the order of the tasks.
+
+    ``on_end`` is called whenever a rollout has ended.
+
+    Raises:
+        RuntimeError: more than one version of the weights was served.
+        Exception: the first error of an environment, without ``keep_errors``.
+    """
+    version = engine.version
+    playing = [
+        asyncio.create_task(
+            evaluate_once(
+                environment,
+                task,
+                engine,
+                params,
+                index=index,
+                retries=retries,
+                health=health,
+                keep_error=keep_errors,
+            )
+        )
+        for task in tasks
+        for index in range(samples)
+    ]
+    for one in playing:
+        one.add_done_callback(on_end)
+    outcomes = await results_of(playing)
+    rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
+    versions = {version, *Group(task_id="", rollouts=rollouts).versions.tolist()}
+    if len(versions) > 1:
+        raise RuntimeError(
+            f"weights {sorted(versions)} were served during one evaluation; publish after it "
+            "has ended, or pass an engine that is not published to meanwhile (engine=)"
+        )
+    return outcomes
+
+
+async def evaluate_once(
+    environment: Environment,
+    task: Task,
+    engine: Engine,
+    params: SamplingParams,
+    *,
+    index: int,
+    retries: int,
+    health: EngineHealth,
+    timeout_s: float | None = None,
+    keep_error: bool = True,
+) -> Outcome:
+    """Play ``task`` once; record an environment's error as the result.
+
+    Raises:
+        EngineFailed: the engine was given up.
+        Exception: the environment's error, without ``keep_error``.
+    """
+    began = time.monotonic()
+    rollout = error = message = None
+    try:
+        rollout = await finish_by(
+            Deadline(timeout_s, health),
+            run_rollout(environment, task, engine, params, retries=retries, health=health),
+        )
+    except EngineFailed:
+        raise
+    except Exception as failure:  # an environment's error is a result, too
+        if not keep_error:
+            raise
+        error, message = name_of(failure), located(failure)
+    seconds = time.monotonic() - began
+    return Outcome(
+        task=task, index=index, seconds=seconds, rollout=rollout, error=error, message=message
+    )
+
+
+async def _run(
+    outcomes: Iterator[Callable[[], Awaitable[Outcome]]],
+    concurrency: int,
+    ends: "queue.Queue[Any]",
+    environment: Environment,
+    closed: threading.Event,
+) -> None:
+    """Put each result into ``ends``, and finally ``_END``, even if this raises.
+
+    ``closed`` is set when all rollouts have ended and the environment is closed.
+    """
+
+    async def play_in_turn() -> None:
+        for one in outcomes:
+            ends.put(await one())
+
+    turns = [asyncio.create_task(play_in_turn()) for _ in range(concurrency)]
+    try:
+        await results_of(turns)
+    finally:
+        try:
+            if hasattr(environment, "aclose"):
+                async with asyncio.timeout(CLOSE_S):
+                    await environment.aclose()
+        finally:
+            ends.put(_END)
+            closed.set()

@@ -1,0 +1,1 @@
+"""Isolation by the Linux kernel: its system calls, and the two kinds of local sandboxes."""

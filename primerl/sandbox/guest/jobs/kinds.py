@@ -1,0 +1,87 @@
+"""Execution of one job, in a process that is already confined.
+
+All access to paths and data of the sandbox happens here, including reads and writes of files for
+the host: this process has no more rights than the code itself.
+"""
+
+import io
+import os
+import shutil
+import stat
+from typing import Any
+
+from primerl.sandbox.guest.jobs import archive, code_under_test, interpreter, test_runner
+
+REFUSED = 126  # the exit code if a job could not be executed
+
+
+def carry_out(
+    header: dict[str, Any], contents: list[bytes], environment: dict[str, str], *, shared: bool
+) -> int:
+    """Execute the job that a header describes; return its exit code.
+
+    ``environment`` is the environment of every process of the sandbox. If ``shared`` is true, the
+    sandbox sees the standard library of this interpreter, which then runs Python code itself.
+    """
+    os.environ.clear()
+    os.environ.update(environment | header["environment"])
+    os.chdir(environment["HOME"])
+    os.chdir(header["folder"])
+    for path, content in zip(header["files"], contents, strict=True):
+        _write(path, content)
+    kind = header["kind"]
+    if kind == "argv":
+        return _execute(header["argv"])
+    if kind == "code":
+        if not shared:  # the session's root filesystem has another Python
+            return _execute(["python3", "-c", header["code"]])
+        return interpreter.run(header["code"], environment["HOME"])
+    if kind == "read":
+        return _read(header["path"])
+    if kind == "write":
+        return _write_input(header["path"])
+    if kind in ("code_under_test", "tests"):
+        interpreter.fresh_main("", environment["HOME"])
+        if kind == "tests":
+            return test_runner.main(header["modules"], header["packages"], header["files"])
+        code_under_test.main()
+        return 0
+    if kind == "pack":
+        return archive.pack(header["paths"])
+    return archive.unpack()
+
+
+def _write(path: str, content: bytes) -> None:
+    _make_parents(path)
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def _make_parents(path: str) -> None:
+    if os.path.dirname(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+
+
+def _read(path: str) -> int:
+    # Non-blocking, because opening a named pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as source:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        shutil.copyfileobj(source, io.FileIO(1, "w", closefd=False))
+    return 0
+
+
+def _write_input(path: str) -> int:
+    _make_parents(path)
+    with open(path, "wb") as target:
+        shutil.copyfileobj(io.FileIO(0, closefd=False), target)
+    return 0
+
+
+def _execute(argv: list[str]) -> int:
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
+        return 127 if isinstance(error, FileNotFoundError) else REFUSED

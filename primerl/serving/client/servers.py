@@ -1,0 +1,209 @@
+"""The state of an engine's servers, and the choice of a server for each request.
+
+This module does no I/O. ``Fleet`` and its callers report to it what they learn about the servers.
+"""
+
+import bisect
+import hashlib
+import time
+from collections.abc import Collection, Iterable, Iterator
+
+import attrs
+
+from primerl.types import PolicyVersion
+
+# A session moves when its server has more than OVERLOAD times the least load plus SPARE requests.
+OVERLOAD = 1.5
+SPARE = 4
+FAILED = "failed"  # the label of a server that failed to load weights
+
+
+@attrs.define(eq=False)
+class ServerState:
+    """The known state of a server.
+
+    ``version`` is None while the server's weights are not a known version of this run: its own
+    checkpoint, another run's weights, or weights that failed to load.
+    """
+
+    url: str
+    alive: bool = False
+    version: PolicyVersion | None = None
+    label: str | None = None
+    """The label that the server reports for its weights."""
+    in_flight: int = 0
+    error: str = "not reached yet"
+    failed: bool = False
+    """Whether the server failed to load weights, so that its reported version is not trusted."""
+
+    lost_at: float | None = None
+    """When the server was lost, by the monotonic clock."""
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds since the server was lost; 0 while it is alive."""
+        return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
+
+    def describe(self) -> str:
+        """Describe the server's state, for messages."""
+        if not self.alive:
+            return f"{self.url} is down ({self.error})"
+        if self.version is None:
+            return (
+                f"{self.url} is up, but its weights ({self.label!r:.80}) are not this run's: "
+                "publish weights to it, or declare their version with adopt(version)"
+            )
+        return f"{self.url} serves version {self.version}"
+
+
+class KnownServers:
+    """The state of all servers of one engine.
+
+    A server is in use while it is alive and has a version of this run that is neither older than
+    the second-newest publication nor older than ``version``.
+
+    Args:
+        urls: the servers' urls.
+        version: the version to report until weights are published.
+    """
+
+    def __init__(self, urls: Iterable[str], *, version: PolicyVersion = 0) -> None:
+        self._by_url: dict[str, ServerState] = {}
+        self._floor = version
+        self._published: list[PolicyVersion] = []
+        for url in urls:
+            self.join(url)
+
+    # ---- membership ----
+
+    def __iter__(self) -> Iterator[ServerState]:
+        return iter(list(self._by_url.values()))
+
+    def get(self, url: str) -> ServerState | None:
+        """Return the server at ``url``, or None."""
+        return self._by_url.get(url)
+
+    def join(self, url: str) -> ServerState:
+        """Add a server; it is used once it is reached and has weights of this run."""
+        return self._by_url.setdefault(url, ServerState(url))
+
+    def leave(self, url: str) -> None:
+        """Remove a server; its requests in flight may finish."""
+        self._by_url.pop(url, None)
+
+    # ---- news ----
+
+    def reported(
+        self, server: ServerState, label: str | None, version: PolicyVersion | None
+    ) -> bool:
+        """Record a server's report of its weights; return whether its requests in flight are lost.
+
+        They are lost if the server had weights of this run and now has others.
+        """
+        server.alive, server.error, server.lost_at = True, "", None
+        if version is None and label != FAILED:
+            server.failed = False  # the server was restarted
+        if version is not None and not server.failed:
+            self.serves(server, label, version)
+            return False
+        lost = server.version is not None
+        server.version, server.label = None, label
+        return lost
+
+    def serves(self, server: ServerState, label: str | None, version: PolicyVersion) -> None:
+        """Record that a server sampled with or reported ``version``; ignore older, late reports."""
+        if not server.failed and (server.version is None or version >= server.version):
+            server.version, server.label = version, label
+        self.learn_publication(version)
+
+    def loaded(self, server: ServerState, label: str | None, version: PolicyVersion) -> None:
+        """Record that a server has loaded ``version``."""
+        server.failed = False
+        self.serves(server, label, version)
+
+    def failed(self, server: ServerState) -> bool:
+        """Record that a server failed to load weights.
+
+        Returns whether its requests in flight are lost.
+        """
+        lost = server.version is not None
+        server.failed, server.version, server.label = True, None, FAILED
+        return lost
+
+    def lost(self, server: ServerState, error: str) -> None:
+        """Record that a server can't be reached; its weights are unknown until it returns."""
+        server.alive, server.version, server.label, server.error = False, None, None, error
+        server.lost_at = server.lost_at or time.monotonic()
+
+    def learn_publication(self, version: PolicyVersion) -> None:
+        """Record that ``version`` was published."""
+        at = bisect.bisect_left(self._published, version)
+        if at == len(self._published) or self._published[at] != version:
+            self._published.insert(at, version)
+            del self._published[:-2]
+
+    def learn(self, version: PolicyVersion) -> None:
+        """Record that another copy of the engine saw every server in use serve ``version``."""
+        self._floor = max(self._floor, version)
+
+    # ---- what is served ----
+
+    @property
+    def version(self) -> PolicyVersion:
+        """The oldest version that a server in use serves; it never decreases."""
+        served = [one.version for one in self.serving() if one.version is not None]
+        self._floor = max([self._floor, min(served)] if served else [self._floor])
+        return self._floor
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        """The newest known publication; None before the first."""
+        return self._published[-1] if self._published else None
+
+    @property
+    def unpublished(self) -> bool:
+        """Whether servers are alive but no publication of this run is known."""
+        return not self._published and bool(self.live())
+
+    def serving(self) -> list[ServerState]:
+        """Return the servers in use: those that requests may be sent to."""
+        oldest = max(self._floor, self._published[0] if self._published else self._floor)
+        return [
+            one for one in self if one.alive and one.version is not None and one.version >= oldest
+        ]
+
+    def live(self) -> list[ServerState]:
+        """Return the servers that can be reached."""
+        return [one for one in self if one.alive]
+
+    def choose(
+        self, session: str | None = None, *, avoid: Collection[str] = ()
+    ) -> ServerState | None:
+        """Choose the server for a request: that of its session, or else the least loaded one.
+
+        A session moves to the least loaded server while its own has much more load. Returns None if
+        no server is in use.
+
+        Args:
+            session: the id of the conversation.
+            avoid: urls to use only if there is no other server.
+        """
+        serving = self.serving()
+        candidates = [one for one in serving if one.url not in avoid] or serving
+        if not candidates:
+            return None
+        least = min(candidates, key=lambda one: one.in_flight)
+        if session is None:
+            return least
+        home = max(candidates, key=lambda one: _weight(session, one.url))
+        busy = home.in_flight > least.in_flight * OVERLOAD + SPARE
+        return least if busy else home
+
+    def describe(self) -> str:
+        """Describe the state of every server, for messages."""
+        return "; ".join(one.describe() for one in self) or "the engine has no servers"
+
+
+def _weight(session: str, url: str) -> bytes:
+    """Return a url's rendezvous-hashing weight; a session goes to the url of greatest weight."""
+    return hashlib.blake2b(f"{url}\0{session}".encode(), digest_size=8).digest()

@@ -1,13 +1,13 @@
-"""Filters: which groups are worth training on.
+"""Filters that decide which groups are worth training on.
 
-A filter is a function ``Group -> bool`` named for what it keeps. A group that it refuses is
-counted under the filter's name and replaced, so batches keep their size. ``has_signal`` is a
-filter; the others take hyperparameters and return one:
+A filter is a function ``Group -> bool``, named for the groups that it keeps. A group that it
+refuses is counted under the filter's name and replaced, so batches keep their size. ``has_signal``
+is a filter. The other functions take hyperparameters and return a filter:
 
     keep=[filters.has_signal, filters.completed(), filters.within_tokens(max_tokens=8192)]
 
 ``completed``, ``within_tokens`` and ``fluent`` are conditions on every rollout, so they keep a
-group without rollouts; ``has_signal`` and ``reward_in`` refuse it.
+group without rollouts. ``has_signal`` and ``reward_in`` refuse such a group.
 """
 
 import functools
@@ -35,9 +35,9 @@ def has_signal(group: Group) -> bool:
 
 
 def completed(*, cut: Collection[str] = ("length", "context")) -> Filter:
-    """Keep groups in which no rollout was cut short: its ``stop`` is none of ``cut``.
+    """Keep groups in which no rollout was cut short, that is, none has a ``stop`` in ``cut``.
 
-    An environment may have reasons of its own, such as ``"max_turns"``; name them in ``cut``.
+    An environment may define other reasons to stop, such as ``"max_turns"``; add them to ``cut``.
 
     Raises:
         ValueError: ``cut`` is one string.
@@ -61,7 +61,7 @@ def within_tokens(*, max_tokens: int) -> Filter:
 
 
 def reward_in(*, low: float, high: float) -> Filter:
-    """Keep groups whose mean reward is within ``[low, high]``: neither too hard nor too easy.
+    """Keep groups whose mean reward is in ``[low, high]``: tasks neither too hard nor too easy.
 
     Raises:
         ValueError: ``low`` is above ``high``.
@@ -82,18 +82,19 @@ def fluent(
 ) -> Filter:
     """Keep groups without degenerate text: no loops and no gibberish in any sample.
 
-    Only tokens to be trained are examined; a prompt or a tool's reply interrupts a run of them. A
-    sample is degenerate if any of these holds:
+    Only trained tokens are examined. Tokens count as consecutive only if no prompt or tool's reply
+    lies between them. A sample is degenerate if any of these holds:
 
     - *certain*: ``certain_tokens`` tokens in a row each had a probability above ``certainty``.
       A model in a loop is certain of every token (MiniMax-M1, arXiv:2506.13585, section 3.2).
-    - *repeated*: more than the share ``max_repeated`` of its n-grams, of ``ngram`` tokens, have
+    - *repeated*: more than the share ``max_repeated`` of its n-grams of ``ngram`` tokens have
       occurred before in the sample.
     - *gibberish*: over some ``window`` tokens in a row, the mean of ``-logprob`` is above
       ``max_entropy`` nats. Its expectation is the entropy of the sampled distribution.
 
-    Samples that are too short for a criterion pass it; a certainty of 1, a share of 1 and an
-    infinite entropy disable theirs. The time is linear in the number of tokens, except for a sort.
+    A sample that is too short for a criterion passes it. To disable a criterion, set ``certainty``
+    or ``max_repeated`` to 1, or ``max_entropy`` to infinity. The time is linear in the number of
+    tokens, except for a sort.
 
     Raises:
         ValueError: a hyperparameter is outside its range.
@@ -120,7 +121,7 @@ def fluent(
 
 
 def _filter(name: str, keeps: Callable[..., bool], **hyperparameters: Any) -> Filter:
-    """A filter with a name, which can be pickled."""
+    """Make a filter that has a name and can be pickled."""
     made = functools.partial(keeps, **hyperparameters)
     made.__name__ = name  # type: ignore[attr-defined]
     return made
@@ -141,7 +142,7 @@ def _is_reward_in(group: Group, *, low: float, high: float) -> bool:
     rewards = group.rewards
     if not len(rewards):
         return False
-    # The mean of equal rewards may have a rounding error; that of zeros has none.
+    # The mean of equal rewards may have a rounding error; the mean of zeros has none.
     least = rewards.min()
     return bool(low <= least + (rewards - least).mean() <= high)
 
@@ -168,7 +169,7 @@ def _is_fluent(
 
 
 def _longest_run(flags: Bool[np.ndarray, " t"]) -> int:
-    """The most entries in a row that are set."""
+    """The length of the longest run of true entries."""
     edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
     return int((edges[1::2] - edges[::2]).max(initial=0))
 
@@ -176,12 +177,12 @@ def _longest_run(flags: Bool[np.ndarray, " t"]) -> int:
 def _repeated_share(
     token_ids: Int32[np.ndarray, " t"], mask: Bool[np.ndarray, " t"], n: int
 ) -> float:
-    """The share of n-grams, all of whose tokens are in the mask, that have occurred before."""
+    """The share of n-grams that have occurred before, of those with all tokens in the mask."""
     starts = _starts(mask, n)
     if not len(starts):
         return 0.0
     hashes = np.zeros(len(starts), np.uint64)
-    for offset in range(n):  # a polynomial in an odd number, modulo 2**64
+    for offset in range(n):  # a polynomial hash, modulo 2**64
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + token_ids[starts + offset].astype("u8")
     hashes.sort()
     return float((hashes[1:] == hashes[:-1]).sum()) / len(starts)
@@ -198,7 +199,7 @@ def _highest_entropy(
 
 
 def _starts(mask: Bool[np.ndarray, " t"], length: int) -> np.ndarray:
-    """Where ``length`` tokens in a row begin that are all in the mask."""
+    """Start indices of the windows of ``length`` tokens that lie entirely in the mask."""
     counts = np.concatenate([[0], np.cumsum(mask)])
     starts: np.ndarray = np.flatnonzero(counts[length:] - counts[:-length] == length)
     return starts

@@ -1,4 +1,4 @@
-"""From groups and an estimator to training samples."""
+"""Assignment of advantages and weights to the tokens of training samples."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,19 +15,20 @@ LARGEST = float(np.finfo(np.float32).max)
 def assign(
     groups: Iterable[Group], estimator: Callable[[Group], Sequence[Any] | np.ndarray]
 ) -> list[TrainingSample]:
-    """Give every sequence its advantages; sequences without a token to be trained are left out.
+    """Compute the advantages of all tokens, and return the samples with tokens to train.
 
-    The reward of a rollout without such a token still counts in its group.
+    Samples without a trained token are left out, but the reward of their rollout still counts in
+    its group.
 
     Args:
-        groups: finished groups; the estimator is called once for each, in order.
-        estimator: called with each group; returns one entry per rollout. A number goes to all of
-            the rollout's trained tokens; a sequence holds one array ``[t]`` or number per sample.
+        groups: finished groups. The estimator is called once for each, in order.
+        estimator: returns one entry per rollout of a group. A number applies to all trained tokens
+            of the rollout. A sequence holds one array ``[t]`` or number per sample of the rollout.
 
     Raises:
-        ValueError: the estimator returned another number of entries, an array of another length,
-            or a value for a trained token that is not finite in float32. The message names the
-            estimator and the task.
+        ValueError: the estimator returned the wrong number of entries, an array of the wrong
+            length, or a value for a trained token that is not finite in float32. The message names
+            the estimator and the task.
     """
     samples: list[TrainingSample] = []
     for group in groups:
@@ -36,7 +37,7 @@ def assign(
         if len(values) != len(group.rollouts):
             raise ValueError(
                 f"{said} {len(values)} values for {len(group.rollouts)} rollouts; "
-                "expected one for each"
+                "expected one per rollout"
             )
         for rollout, value in zip(group.rollouts, values, strict=True):
             per_sample = _per_sample(rollout.samples, value, said)
@@ -47,12 +48,12 @@ def assign(
 
 
 def whitened(samples: Iterable[TrainingSample], *, epsilon: float = 1e-8) -> list[TrainingSample]:
-    """The samples with advantages of mean 0 and standard deviation 1 over all trained tokens.
+    """Normalize advantages to mean 0 and standard deviation 1 over all trained tokens.
 
     ``A = (A - mean(A)) / (std(A) + epsilon)`` over the tokens of the whole batch, so call it
-    before the batch is divided. Equal advantages become 0. After ``assign`` with the rewards
-    themselves it is the normalization of REINFORCE++, after ``centered`` that of
-    REINFORCE++-baseline (arXiv:2501.03262).
+    before the batch is divided. If all advantages are equal, they become 0. After ``assign`` with
+    the rewards themselves as advantages, this is the normalization of REINFORCE++; after
+    ``centered``, it is that of REINFORCE++-baseline (arXiv:2501.03262).
 
     Raises:
         ValueError: ``epsilon`` is negative.
@@ -73,21 +74,22 @@ def with_observation_weights(
     samples: Iterable[TrainingSample],
     weight: float | Callable[[TrainingSample], Any] = 1.0,
 ) -> list[TrainingSample]:
-    """The samples with ``weights`` of what the environment answered, for an observation loss.
+    """Set ``weights`` of the tokens that the environment answered, for an observation loss.
 
     ECHO (arXiv:2605.24517) adds the cross-entropy of these tokens to the policy's loss, so that the
-    policy learns to predict what its actions lead to, in failed rollouts too:
-    ``L = L_policy + c * mean_i (1/|o_i|) sum_{t in o_i} -log p_t``, with c = 0.05 there.
-    ``packing`` carries the weights to ``PackedBatch.weights``; every other token has 0.
+    policy learns to predict the consequences of its actions, in failed rollouts too:
+    ``L = L_policy + c * mean_i (1/|o_i|) sum_{t in o_i} -log p_t``. The paper uses c = 0.05.
+    ``packing.pack`` copies the weights to ``PackedBatch.weights``. All other tokens have weight 0.
 
     Args:
-        samples: of agents; those without an ``observation_mask`` have no such token.
-        weight: of each such token: a number, or a function of the sample that returns one, or one
-            for each token ``[t]``, such as 0 for lines that only warn.
+        samples: samples of agents. ``observation_mask`` marks the tokens of observations; a sample
+            without a mask has none.
+        weight: the weight of each observation token: a number, or a function of the sample that
+            returns a number, or an array ``[t]``, which may be 0 for lines that only warn.
 
     Raises:
-        ValueError: a weight is negative or not finite, or there are weights of another number of
-            tokens.
+        ValueError: a weight is negative or not finite, or an array of weights does not have one
+            entry per token.
     """
     result: list[TrainingSample] = []
     for sample in samples:
@@ -95,7 +97,7 @@ def with_observation_weights(
         if value.shape not in ((), sample.token_ids.shape):
             raise ValueError(
                 f"weight returned an array of shape {value.shape} for a sample of shape "
-                f"{sample.token_ids.shape}; expected a number, or one for each token"
+                f"{sample.token_ids.shape}; expected a number, or one number per token"
             )
         mask = sample.observation_mask
         weights = np.zeros(len(sample.token_ids), np.float32)
@@ -113,7 +115,7 @@ def _per_sample(samples: tuple[Sample, ...], value: Any, said: str) -> Sequence[
     if len(value) != len(samples):
         raise ValueError(
             f"{said} {len(value)} arrays for a rollout of {len(samples)} samples; "
-            "expected a number, or one array [t] per sample"
+            "expected a number, or one array [t] or number per sample"
         )
     return value  # type: ignore[no-any-return]
 
@@ -123,10 +125,10 @@ def _training_sample(sample: Sample, value: Any, said: str) -> TrainingSample:
     if advantages.shape not in ((), sample.loss_mask.shape):
         raise ValueError(
             f"{said} an array of shape {advantages.shape} for a sample of shape "
-            f"{sample.loss_mask.shape}; expected one advantage for each token"
+            f"{sample.loss_mask.shape}; expected one advantage per token"
         )
     advantages = np.where(sample.loss_mask, advantages, 0.0)
-    refused = ~(np.abs(advantages) <= LARGEST)  # written so that nan is refused, too
+    refused = ~(np.abs(advantages) <= LARGEST)  # this form refuses NaN too
     if refused.any():
         raise ValueError(
             f"{said} {advantages[refused][0]} for a token to be trained, which is not finite in "

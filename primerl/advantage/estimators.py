@@ -1,4 +1,4 @@
-"""Estimators that need only the rewards of a group."""
+"""Advantage estimators that need only the rewards of a group."""
 
 import functools
 from collections.abc import Callable
@@ -14,13 +14,12 @@ Rewards = Float64[np.ndarray, " g"]
 
 
 def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
-    """Lift a function of ``rewards[g]`` to one of a ``Group``; bare arrays still work.
+    """Decorate a function of ``rewards[g]`` so that it accepts a ``Group`` or a bare array.
 
-    Hyperparameters are passed by keyword. A group without rollouts has no advantages.
+    Hyperparameters are passed by keyword. For a group without rollouts, the result is empty.
 
-    Raises:
-        ValueError: raised by the estimator: the rewards are not of shape (g,), or one of them is
-            not finite.
+    Raises (when the estimator is called):
+        ValueError: the rewards are not of shape (g,), or one of them is not finite.
     """
 
     @functools.wraps(fn)
@@ -31,7 +30,7 @@ def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
         if rewards.ndim != 1:
             raise ValueError(
                 f"{name_of(fn)} got rewards of shape {rewards.shape}, expected (g,): "
-                "one reward for each rollout of a group"
+                "one reward per rollout of a group"
             )
         if not np.isfinite(rewards).all():
             index = int((~np.isfinite(rewards)).argmax())
@@ -45,7 +44,7 @@ def of_rewards(fn: Callable[..., Any]) -> Callable[..., Rewards]:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The name of an estimator in errors: ``pass_at_k(k=4)`` for a partial function."""
+    """The name of an estimator for errors, such as ``pass_at_k(k=4)`` for a partial function."""
     if isinstance(fn, functools.partial):
         hyperparameters = ", ".join(
             f"{key}={name_of(value) if callable(value) else repr(value)}"
@@ -59,10 +58,10 @@ def name_of(fn: Callable[..., Any]) -> str:
 def centered(rewards: Rewards) -> Rewards:
     """The reward minus the group's mean: ``A_i = R_i - mean(R)``.
 
-    Without division by the standard deviation, which would weight tasks by their difficulty
+    It is not divided by the standard deviation, which would weight tasks by their difficulty
     (Dr. GRPO, arXiv:2503.20783, section 3.2).
     """
-    # The mean of equal rewards may have a rounding error; that of zeros has none.
+    # The mean of equal rewards may have a rounding error; the mean of zeros has none.
     shifted = rewards - rewards.min()
     advantages: np.ndarray = shifted - shifted.mean()
     return advantages
@@ -72,8 +71,8 @@ def centered(rewards: Rewards) -> Rewards:
 def standardized(rewards: Rewards, *, epsilon: float = 1e-6) -> Rewards:
     """The centered reward in standard deviations: ``A_i = (R_i - mean(R)) / (std(R) + epsilon)``.
 
-    ``std`` divides by g, not by g - 1 as some implementations do; with theirs, advantages are
-    smaller by ``sqrt((g - 1) / g)``. GRPO (arXiv:2402.03300, section 4.1.2).
+    ``std`` divides by g. Some implementations divide by g - 1, which makes advantages smaller by
+    the factor ``sqrt((g - 1) / g)``. Source: GRPO (arXiv:2402.03300, section 4.1.2).
 
     Raises:
         ValueError: ``epsilon`` is negative.
@@ -89,8 +88,8 @@ def standardized(rewards: Rewards, *, epsilon: float = 1e-6) -> Rewards:
 def leave_one_out(rewards: Rewards) -> Rewards:
     """The reward minus the mean of the others: ``A_i = R_i - sum_{j != i} R_j / (g - 1)``.
 
-    This is ``g / (g - 1)`` times the centered reward, and 0 for a group of one, which has no
-    others. RLOO (arXiv:2402.14740).
+    This is ``g / (g - 1)`` times the centered reward, and 0 for a group of one rollout. Source:
+    RLOO (arXiv:2402.14740).
     """
     return centered(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
 
@@ -99,9 +98,9 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 def max_rl(rewards: Rewards) -> Rewards:
     """The centered reward over the mean: ``A_i = (R_i - mean(R)) / mean(R)``; 0 if the mean is 0.
 
-    With rewards of 0 and 1, the policy gradient is then that of the logarithm of the success rate,
-    not of the rate itself, so tasks that are rarely solved weigh more. MaxRL (arXiv:2602.02710,
-    algorithm 1).
+    With rewards of 0 and 1, the policy gradient is that of the logarithm of the success rate, not
+    of the rate itself, so tasks that are rarely solved weigh more. Source: MaxRL
+    (arXiv:2602.02710, algorithm 1).
 
     Raises:
         ValueError: a reward is negative: the mean would not be a success rate, and could be close
@@ -118,7 +117,7 @@ def max_rl(rewards: Rewards) -> Rewards:
 
 @of_rewards
 def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
-    """The advantage if k rollouts, drawn from the group, earn 1 when any of them is right.
+    """The advantage for pass@k, where k rollouts drawn from the group earn 1 if any is right.
 
     With g rollouts of which w are wrong (reward 0; the others have reward 1)::
 
@@ -126,8 +125,9 @@ def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
         A = (1 - mean) / std                                              where right
         A = (1 - mean - C(w - 1, k - 1) / C(g - 1, k - 1)) / std          where wrong
 
-    Both are 0 if every draw earns the same: fewer than k are wrong, or all are. With k = 1 it is
-    ``standardized`` without epsilon. Pass@k training (arXiv:2508.10751, section 2.4).
+    Both are 0 if every draw earns the same, because fewer than k rollouts are wrong, or all are.
+    With k = 1 it is ``standardized`` without epsilon. Source: Pass@k training (arXiv:2508.10751,
+    section 2.4).
 
     Raises:
         ValueError: a reward is neither 0 nor 1, or k is not within 1..g.
@@ -136,7 +136,7 @@ def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
     if not 1 <= k <= g:
         raise ValueError(
             f"pass_at_k got k={k} for a group of {g} rollouts, expected 1 <= k <= {g}; groups that "
-            "lost rollouts are smaller: choose k by the smallest that you accept"
+            "lost rollouts are smaller: choose k for the smallest group that you accept"
         )
     right = rewards == 1
     if not (right | (rewards == 0)).all():
@@ -150,5 +150,5 @@ def pass_at_k(rewards: Rewards, *, k: int) -> Rewards:
     if missed in (0.0, 1.0):
         return np.zeros(g)
     std = sqrt(missed * (1 - missed))
-    missed_with = comb(w - 1, k - 1) / comb(g - 1, k - 1)  # by the draws that hold a wrong rollout
+    missed_with = comb(w - 1, k - 1) / comb(g - 1, k - 1)  # over draws with a given wrong rollout
     return np.where(right, missed, missed - missed_with) / std

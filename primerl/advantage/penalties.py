@@ -1,4 +1,4 @@
-"""Penalties for the cost of an answer: its tokens and its turns."""
+"""Reward penalties for the cost of a rollout in tokens and turns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,24 +19,24 @@ def penalized(
     prompt_tokens: float = 0.0,
     turns: float = 0.0,
 ) -> Any:
-    """The advantages of ``baseline`` after each reward is reduced by its rollout's cost.
+    """The advantages by ``baseline``, after each reward is reduced by the cost of its rollout.
 
     With c_i, p_i and n_i the completion tokens, prompt tokens and turns of rollout i::
 
         R_i - max(mean(R), 0) * (completion_tokens * c_i / max(c)
                                  + prompt_tokens * p_i / max(p) + turns * n_i / max(n))
 
-    Completion tokens are those that the policy sampled, prompt tokens all others (a tool's reply,
-    for example), and a turn is an unbroken run of sampled tokens, over all samples of the rollout.
-    The penalty is proportional to the mean reward, so a group that failed does not learn to be
-    short.
+    Completion tokens are those that the policy sampled, prompt tokens are all others (such as a
+    tool's reply), and a turn is an unbroken run of sampled tokens. They are counted over all
+    samples of the rollout. The penalty is proportional to the mean reward, so that a group that
+    failed does not learn to be short.
 
     Args:
         group: the rollouts that are compared.
-        baseline: any estimator; it is called with the group with the reduced rewards.
-        completion_tokens: weight, 0 for no penalty.
-        prompt_tokens: weight, 0 for no penalty.
-        turns: weight, 0 for no penalty.
+        baseline: any estimator. It is called with the group after its rewards are reduced.
+        completion_tokens: weight of completion tokens; 0 for no penalty.
+        prompt_tokens: weight of prompt tokens; 0 for no penalty.
+        turns: weight of turns; 0 for no penalty.
 
     Raises:
         ValueError: a weight is negative.
@@ -61,10 +61,10 @@ def penalized(
 
 
 def _counts(rollout: Rollout) -> Float64[np.ndarray, " 3"]:
-    """Completion tokens, prompt tokens and turns."""
+    """Numbers of completion tokens, prompt tokens and turns of a rollout."""
     counts = np.zeros(3)
     for sample in rollout.samples:
-        # Not the loss mask: tokens that were masked as too old have been sampled, too.
+        # Not the loss mask, which leaves out sampled tokens that are too stale to train.
         sampled = sample.versions != NOT_SAMPLED
         starts = sampled & ~np.concatenate([[False], sampled[:-1]])
         counts += [sampled.sum(), (~sampled).sum(), starts.sum()]

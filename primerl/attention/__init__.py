@@ -1,4 +1,4 @@
-"""Attention within packed documents, for unmodified Hugging Face models: no mesh is needed."""
+"""Attention within packed documents on one rank, for unmodified Hugging Face models."""
 
 from primerl.attention.admission import refuse_unpackable
 from primerl.attention.documents import Document, Layout, Span, find_documents, lay_out

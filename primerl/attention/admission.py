@@ -1,7 +1,7 @@
-"""Which models can be trained on packed documents: rules about their layers, not a list of names.
+"""Checks that a model can be trained on packed documents, by rules about its layers.
 
-``parallel.shard`` applies them before a run starts, ``loss.model_logprobs`` at each call. What they
-miss, ``python -m primerl.parity`` finds.
+``parallel.shard`` applies the rules before a run starts, and ``loss.model_logprobs`` at each call.
+``python -m primerl.parity`` finds models that the rules admit by mistake.
 """
 
 import inspect
@@ -13,41 +13,42 @@ from torch import nn
 # Attention implementations that this library registers with transformers.
 PACKED_ATTENTION = "primerl_packed"
 SPARSE_ATTENTION = "primerl_sparse"
-# Under a name that begins so, attention is context parallel: it finds the documents of all ranks.
+# Prefix of the names of context-parallel attention, which finds the documents of all ranks itself.
 CONTEXT_ATTENTION = "primerl_context"
 CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
-# These build a square mask over the whole pack; attention by document replaces them.
+# These build a square mask over the whole pack, so they are replaced.
 MASKED_ATTENTION = ("eager", "sdpa")
-# What transformers calls layers with an indexer: the second name is that of 5.17.
+# Names of layers with an indexer in transformers; the second is that of version 5.17.
 INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
-# Families whose keys an indexer chooses (primerl.attention.sparse).
+# Families in which an indexer chooses the keys (see primerl.attention.sparse).
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
-# Layers that see no other token, or whose attention packed attention computes.
+# Layer types that see no other token, or whose attention is supported.
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
-# Parameters of attention sinks.
+# Names of the parameters of attention sinks.
 SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
 
 
 def require_positions(model: nn.Module) -> None:
-    """Refuse a model that numbers positions itself, across documents."""
+    """Refuse a model that takes no position ids and numbers positions itself, across documents."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
     base: Any = unwrap() if unwrap else model
     known = inspect.signature(base.forward).parameters
     if "input_ids" in known and "position_ids" not in known:
         raise ValueError(
-            f"{base.config.model_type} takes no position_ids, so it would count positions from the "
-            "first packed document on; pack one document per batch"
+            f"{base.config.model_type} takes no position_ids, so it would not restart positions at "
+            "each packed document; pack one document per batch"
         )
 
 
 def unsupported_rope_lengths(config: Any) -> float:
-    """Lengths above this are unsupported: rotary embeddings depend on the batch's longest document.
+    """Length above which rotary embeddings depend on the longest document of the batch.
 
-    Infinite for a fixed rotation; finite for ``rope_type`` ``"dynamic"`` and ``"longrope"``.
+    Longer documents can't be packed. The limit is infinite for a fixed rotation, and finite for
+    ``rope_type`` ``"dynamic"`` and ``"longrope"``.
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    # Where layers of different kinds rotate differently, there is a dictionary for each kind.
+    # If layers of different types rotate differently, there is one nested dictionary per type.
     each = [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]
     limits = [
         one.get("original_max_position_embeddings") or text.max_position_embeddings
@@ -58,7 +59,7 @@ def unsupported_rope_lengths(config: Any) -> float:
 
 
 def refuse_leaking_layers(model: nn.Module) -> None:
-    """Refuse a model that would let packed documents see each other, whichever attention it has."""
+    """Refuse a model whose layers let packed documents see each other, whatever its attention."""
     config: Any = model.config
     if reason := _leak_reason(model):
         raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
@@ -73,15 +74,17 @@ def _leak_reason(model: nn.Module) -> str | None:
     if kinds := unpackable_layers(model):
         return (
             f"has {', '.join(kinds)} layers, which would carry state from one packed document "
-            "into the next, or attend as packed attention does not"
+            "into the next, or attend in a way that packed attention does not support"
         )
     if getattr(model, "_is_stateful", False):
         return "has recurrent layers, which carry state from one packed document into the next"
     if any(isinstance(part, nn.Conv1d) for part in _layer_modules(model)):
-        return "has convolutions over tokens, which mix the ends of neighbouring documents"
+        return "has convolutions over tokens, which mix the ends of neighboring documents"
     can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
     if can_switch is not None and not can_switch():
-        return "has its own attention, which would let packed documents see each other"
+        return (
+            "has its own attention implementation, which would let packed documents see each other"
+        )
     return None
 
 
@@ -89,8 +92,8 @@ def refuse_unpackable(model: nn.Module) -> None:
     """Refuse a model that cannot be trained on packed documents, before training starts.
 
     Raises:
-        ValueError: its layers let documents see each other, or its attention has sinks or capped
-            scores and is not set to flash attention.
+        ValueError: the model's layers let documents see each other, or it has attention sinks or
+            capped attention scores and does not use flash attention.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -110,7 +113,7 @@ def refuse_unpackable(model: nn.Module) -> None:
 
 
 def unpackable_layers(model: nn.Module) -> list[str]:
-    """The kinds of the model's layers that are not softmax attention, ``linear_attention`` say."""
+    """The model's layer types that packed attention does not support, as ``linear_attention``."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
@@ -120,7 +123,7 @@ def unpackable_layers(model: nn.Module) -> list[str]:
 
 
 def is_sparse(model: nn.Module) -> bool:
-    """Whether the model has DeepSeek sparse attention, which ``attention.sparse`` computes."""
+    """Whether the model has DeepSeek sparse attention, which ``attention.sparse`` supports."""
     config: Any = model.config
     return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
 

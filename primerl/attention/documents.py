@@ -1,6 +1,6 @@
-"""Documents of a pack: where they lie, found from position ids, and laid out for attention.
+"""Location of the documents in a pack, found from position ids and laid out for attention.
 
-A ``Layout`` holds where they lie in tensors, so a compiled model serves every pack.
+A ``Layout`` stores the locations in tensors, so that a compiled model works for every pack.
 """
 
 import functools
@@ -20,40 +20,40 @@ P = ParamSpec("P")
 
 
 class Document(NamedTuple):
-    """Rows ``begin .. end - 1`` of a pack, preceded by tokens that it shares with others."""
+    """A document of a pack: rows ``begin .. end - 1``, after tokens shared with other documents."""
 
     begin: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Ranges of rows of other documents, which hold its first tokens, in order."""
+    """Ranges of rows in other documents that hold the first tokens of this one, in order."""
 
     @property
     def shared(self) -> int:
-        """Number of its tokens that rows of other documents hold."""
+        """Number of its tokens that are stored in rows of other documents."""
         return sum(end - begin for begin, end in self.prefix)
 
     @property
     def length(self) -> int:
-        """Number of its tokens, shared ones included."""
+        """Number of its tokens, including shared ones."""
         return self.shared + self.end - self.begin
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of rows that hold its tokens."""
+        """All ranges of rows that hold its tokens, in order."""
         return (*self.prefix, (self.begin, self.end))
 
 
 class Span(NamedTuple):
     """A part of a document: query rows ``begin .. end - 1`` and the key rows that they see.
 
-    The last query sees all keys, and each query one key less than the next. Queries and keys may
-    be rows of different tensors.
+    The last query sees all keys. Each query sees one key less than the next query. Queries and keys
+    may be rows of different tensors.
     """
 
     begin: int
     end: int
     keys: tuple[tuple[int, int], ...]
-    """Ranges of key rows; the last ends with the tokens of the queries themselves."""
+    """Ranges of key rows. The last range ends with the tokens of the queries themselves."""
 
     @property
     def seen(self) -> int:
@@ -64,34 +64,34 @@ class Span(NamedTuple):
 Spans = tuple[Document, ...] | tuple[Span, ...]
 
 
-# Not a tuple, so that FSDP and others that pass it on treat it as one value. A compiled model reads
-# only its tensors, and does not depend on what they contain.
+# Not a tuple, so that FSDP and other code that passes it on treat it as one value. A compiled model
+# reads only its tensors, and does not specialize on their contents.
 @attrs.frozen(eq=False)
 class Layout:
-    """Spans as the attention kernels take them: made once per batch by ``lay_out``."""
+    """The spans of a batch in the form that attention kernels need; made by ``lay_out``."""
 
     spans: tuple[Any, ...]
     """Documents, or parts of documents."""
     max_keys: int
-    """The most keys that a query sees."""
+    """The maximum number of keys that a query sees."""
     max_queries: int
-    """The most queries of a span."""
+    """The maximum number of queries in a span."""
     plan: Tensor
-    """Spans grouped by equal lengths, on the CPU: what ``kernels`` reads as runs."""
+    """Spans grouped by equal lengths, on the CPU; ``kernels`` decodes it into runs."""
     query_ends: Tensor
     """``[spans + 1]``, int32: cumulative numbers of queries."""
     key_ends: Tensor
     """``[spans + 1]``, int32: cumulative numbers of keys."""
     gathered: Tensor | None
-    """The rows of all keys in the order of the spans; None if they lie in that order already."""
+    """The rows of all keys, in the order of the spans; None if that is already their order."""
 
 
 def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
-    """The layout of spans whose queries lie end to end.
+    """Make the layout of spans whose queries lie end to end.
 
     Args:
-        spans: documents, or parts of them, in order.
-        device: of the queries.
+        spans: documents, or parts of documents, in order.
+        device: the device of the queries.
     """
     begins = np.array([one.begin for one in spans], int)
     lengths = np.array([one.end for one in spans], int) - begins
@@ -122,7 +122,7 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
 
 
 def _dynamic_tensor(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor whose length a compiled model does not specialize on."""
+    """Make a tensor on whose length a compiled model does not specialize."""
     with torch.inference_mode(False):  # otherwise a later backward pass could not save it
         tensor = torch.from_numpy(x).to(device)
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -130,27 +130,29 @@ def _dynamic_tensor(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor
 
 
 def _concatenated(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The rows of all ranges, each of ``lengths`` rows from ``begins`` on."""
+    """Concatenate the row indices of ranges, given by their begins and lengths."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(begins - before, lengths) + np.arange(lengths.sum())
 
 
 def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
-    """The documents of a pack: one begins wherever a position does not follow the one before.
+    """Find the documents of a pack from the positions of its tokens.
 
-    One that begins at position n > 0 shares the first n tokens of the document before it, which
-    may itself share those of an earlier one: documents with a common beginning are the branches of
-    a tree, laid out depth first. In a batch each row is a pack, and packs lie end to end.
+    A document begins wherever a position does not follow the position before it. If it begins at
+    position n > 0, it shares the first n tokens of the document before it, which may itself share
+    tokens of an earlier document. So documents with a common beginning are the branches of a tree,
+    laid out depth first. In a batch, each row is a pack, and packs lie end to end.
 
     Args:
-        position_ids: the place of each token in its document.
+        position_ids: the position of each token in its document.
 
     Raises:
-        ValueError: the first position is not 0, or a document shares more tokens than there are.
+        ValueError: the first position is not 0, or a document shares more tokens than the document
+            before it has.
     """
     if position_ids.numel() == 0 or position_ids[..., 0].any():
         raise ValueError(
-            "position_ids must begin with 0: documents are packed whole, one after the other"
+            "position_ids must begin with 0, because documents are packed whole, one after another"
         )
     position_ids = position_ids.flatten()  # each row of a batch begins with 0
     jumps = position_ids[1:] != position_ids[:-1] + 1
@@ -161,8 +163,8 @@ def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
         room = documents[-1].length if documents else 0
         if not 0 <= shared <= room:
             raise ValueError(
-                f"position_ids[{begin}] is {shared}: a document that begins there continues the "
-                f"one before it, which has {room} tokens"
+                f"position_ids[{begin}] is {shared}: a document that begins there shares that many "
+                f"tokens with the document before it, which has {room} tokens"
             )
         prefix = _first_rows(documents[-1].keys, shared) if shared else ()
         documents.append(Document(begin, end, prefix))
@@ -182,12 +184,12 @@ def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[
 def once_per_tensor(
     find: Callable[Concatenate[Tensor, P], T],
 ) -> Callable[Concatenate[Tensor, P], T]:
-    """``find(x, ...)``, computed once while ``x`` lives and is not written to."""
+    """Cache ``find(x, ...)`` for each tensor ``x``, until it is freed or modified in place."""
     known = WeakTensorKeyDictionary()
 
     @functools.wraps(find)
     def found(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if x.is_inference():  # it has no version that would show a write
+        if x.is_inference():  # it has no _version that would show a write
             return find(x, *args, **kwargs)
         key = (x._version, args, kwargs)
         last = known.get(x)  # type: ignore[no-untyped-call]
@@ -204,9 +206,10 @@ def once_per_tensor(
 def batch_layout(
     position_ids: Int[Tensor, "_ t"], batch: int, device: torch.device | str
 ) -> Layout:
-    """The layout of the documents of a batch, whose rows may share one row of positions.
+    """Make the layout of a batch's documents; ``position_ids`` may be one row for all its rows.
 
-    As of ``find_documents``, but rows of successive positions are documents wherever they begin.
+    Documents are those of ``find_documents``. But if each row has successive positions, each row is
+    a document, at whatever position it begins.
     """
     length = position_ids.shape[1]
     if length and bool((position_ids.diff() == 1).all()):
@@ -216,7 +219,7 @@ def batch_layout(
 
 
 def spans_within(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:
-    """The parts of documents in ``rows`` rows from ``first`` on, as queries counted from there."""
+    """The parts of documents in ``rows`` rows from ``first`` on; query rows start there."""
     parts = []
     for one in documents:
         begin, end = max(one.begin, first), min(one.end, first + rows)

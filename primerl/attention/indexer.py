@@ -1,4 +1,4 @@
-"""The keys that an indexer of sparse attention chooses, document by document."""
+"""Choice of keys by the indexer of sparse attention, one document at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,32 +20,33 @@ from primerl.attention.documents import (
     spans_within,
 )
 
-# The most scores of queries against keys that one call holds.
+# The maximum number of query-key scores that one call holds in memory.
 MAX_SCORES = 2**27
 
 GatherRows = Callable[[Tensor], tuple[Tensor, int]]
-"""``rows -> (rows of all ranks that share documents, index of this rank)``, without gradient."""
+"""``rows -> (rows of all ranks that share documents, index of this rank)``; no gradient."""
 
 SWITCH_BACK = (
     "this model was switched to packed attention by primerl.loss.model_logprobs; to generate or "
     "to pad, call model.set_attn_implementation('sdpa') first"
 )
 
-# The documents that an indexer's output is about, for attention that is not given them.
+# The documents of each indexer output, for attention that does not receive the documents.
 OUTPUT_LAYOUTS = WeakTensorKeyDictionary()
 
 
 def max_rows(scores: int) -> int:
-    """The most rows to compute together, each of which has so many scores."""
+    """The maximum number of rows to compute at once, given the number of scores per row."""
     return max(1, MAX_SCORES // scores)
 
 
 class DocumentIndexer(nn.Module):
-    """Calls an indexer on one document at a time.
+    """Wrapper that calls a model's indexer on one document at a time.
 
-    Returns ``[b, t, index_topk]``, int32: for each row, the positions within its document of the
-    chosen keys, all of them visible; a row that sees fewer repeats the first. ``[b, t, 0]`` if no
-    document is longer than ``index_topk``: each row attends to all keys that it sees.
+    It returns ``[b, t, index_topk]``, int32: for each row, the positions within its document of the
+    chosen keys. All of them are visible to the row; a row that sees fewer keys repeats the first.
+    If no document is longer than ``index_topk``, it returns ``[b, t, 0]``, and each row attends to
+    all keys that it sees.
     """
 
     def __init__(self, indexer: nn.Module, gather: GatherRows | None = None) -> None:
@@ -70,7 +71,7 @@ class DocumentIndexer(nn.Module):
         *,
         cache: Any = None,  # its name since transformers 5.24
     ) -> Int[Tensor, "b t k"]:
-        """The keys chosen for each row, in the form that the model's indexer returns."""
+        """Choose the keys of each row; the arguments are those of the model's indexer."""
         indexer: Any = self.wrapped[0]
         cache = past_key_values if cache is None else cache
         switched = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)
@@ -78,7 +79,7 @@ class DocumentIndexer(nn.Module):
             whole: Tensor = indexer(hidden, q_latent, rotation, attention_mask, position_ids, cache)
             return whole
         if cache is not None:
-            raise ValueError(f"a cache of keys is not computed; {SWITCH_BACK}")
+            raise ValueError(f"a cache of keys is not supported; {SWITCH_BACK}")
         batch, length = hidden.shape[:2]
         layout = _find_layout(position_ids, batch, hidden.device, self.gather)
         if layout.max_keys <= indexer.index_topk:
@@ -101,7 +102,7 @@ class DocumentIndexer(nn.Module):
 
 
 class _Recorder:
-    """Stands in for the model's cache: records the indexer's keys and lets it score only one."""
+    """Replacement of the model's cache that records the indexer's keys, and returns only one."""
 
     keys: Tensor
 
@@ -111,7 +112,7 @@ class _Recorder:
 
 
 class _FixedKeys:
-    """Stands in for the model's cache: lets the indexer score these keys."""
+    """Replacement of the model's cache that makes the indexer score given keys."""
 
     def __init__(self, keys: Tensor) -> None:
         self.keys = keys
@@ -134,7 +135,7 @@ def _keys(indexer: Any, rows: list[Tensor]) -> Float[Tensor, "t d"]:
 
 
 def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int[Tensor, "t k"]:
-    """The keys chosen for the last rows of a document, computed some rows at a time."""
+    """Choose keys for the last rows of a document, a limited number of rows at a time."""
     length, before = len(rows[0]), len(keys) - len(rows[0])
     at_once = max_rows(indexer.n_heads * len(keys))
     position, parts = torch.arange(len(keys), device=keys.device), []
@@ -143,7 +144,7 @@ def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int
         here = position[before + begin :][: len(part[0])].unsqueeze(1)
         seen = before + begin + len(part[0])
         chosen = _call(indexer, part, position[:seen] <= here, _FixedKeys(keys[:seen]))
-        chosen = chosen.masked_fill(chosen > here, 0)  # it sees fewer than index_topk keys
+        chosen = chosen.masked_fill(chosen > here, 0)  # rows that see fewer than index_topk keys
         parts.append(F.pad(chosen, (0, indexer.index_topk - chosen.shape[1])))
     return torch.cat(parts)
 
@@ -152,7 +153,7 @@ def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int
 def _find_layout(
     position_ids: Tensor, batch: int, device: torch.device, gather: GatherRows | None
 ) -> Layout:
-    """The documents that this rank's rows are in, and all others of the ranks that share them."""
+    """The layout of all documents of the ranks that share documents with this one."""
     if gather is None:
         return batch_layout(position_ids, batch, device)
     positions, _ = gather(position_ids.expand(batch, -1).flatten())
@@ -160,5 +161,5 @@ def _find_layout(
 
 
 def span_rows(x: Tensor, span: Span) -> Tensor:
-    """The key rows of a span."""
+    """Concatenate the key rows of a span."""
     return torch.cat([x[begin:end] for begin, end in span.keys])

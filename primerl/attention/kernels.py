@@ -1,7 +1,7 @@
-"""Causal attention of documents, or parts of documents, whose rows lie end to end.
+"""Causal attention within documents, or parts of documents, whose rows lie end to end.
 
-No mask over all rows is ever built: on a GPU a variable-length kernel computes all spans, elsewhere
-spans of the same length are computed in one call.
+No mask over all rows is ever built. On a GPU, a variable-length kernel computes all spans. On other
+devices, spans of equal lengths are computed in one call.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from primerl.attention.documents import Layout
 
-# On a CPU, attention to fewer tokens than this is slower in bfloat16 than in float32.
+# On a CPU, attention to at most this many tokens is faster in float32 than in bfloat16.
 WIDENED_LENGTH = 256
 
 
@@ -29,21 +29,21 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "t heads dv"]:
-    """Causal attention of each span's queries to its keys.
+    """Compute causal attention of each span's queries to its keys.
 
         y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j that query i sees
 
-    In bfloat16 and float16 on a GPU by ``torch.nn.attention.varlen``, elsewhere by the kernels of
-    ``scaled_dot_product_attention``. ``torch.compile`` traces it once for all layouts (with
-    dropout, or in float32 on a GPU, it breaks the graph).
+    In bfloat16 and float16 on a GPU, ``torch.nn.attention.varlen`` computes it; otherwise, the
+    kernels of ``scaled_dot_product_attention`` do. ``torch.compile`` traces it once for all
+    layouts, but with dropout, or in float32 on a GPU, it breaks the graph.
 
     Args:
-        query: of all spans, end to end.
-        key: its number of heads divides that of the queries.
-        value: as the keys; its width may differ.
-        layout: of the spans, made by ``lay_out``.
-        scaling: ``1 / sqrt(d)`` by default.
-        dropout: the probability that a weight is dropped.
+        query: the queries of all spans, end to end.
+        key: the keys; their number of heads divides that of the queries.
+        value: the values, with the heads of the keys; their width may differ.
+        layout: the layout of the spans, made by ``lay_out``.
+        scaling: the factor of the scores, by default ``1 / sqrt(d)``.
+        dropout: the probability that an attention weight is dropped.
     """
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -63,7 +63,7 @@ def attend(
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:
-    """Padded with zeros to one width, which kernels expect of queries, keys and values."""
+    """Pad queries, keys and values with zeros to the same width, which kernels require."""
     width = max(x.shape[-1] for x in tensors)
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
@@ -74,18 +74,20 @@ class _EqualSpans(NamedTuple):
     size: int
     """Number of spans."""
     length: int
-    """Queries of each."""
+    """Number of queries of each span."""
     seen: int
-    """Keys of each."""
+    """Number of keys of each span."""
     queries: Tensor
-    """Rows of all their queries."""
+    """Row indices of the queries of all spans."""
     keys: Tensor
-    """Rows of all their keys."""
+    """Row indices of the keys of all spans."""
 
 
 def _runs(plan: Tensor) -> list[_EqualSpans]:
-    """The runs of a plan: their number, ``count, length, seen`` of each, and then the rows of all
-    queries and of all keys, run by run.
+    """Decode the runs of ``Layout.plan``.
+
+    A plan holds the number of runs, then ``count, length, seen`` of each, then the rows of all
+    queries and the rows of all keys, run by run.
     """
     runs = int(plan[0])
     alike, rows = plan[1 : 1 + 3 * runs].view(-1, 3).tolist(), plan[1 + 3 * runs :]
@@ -99,7 +101,7 @@ def _runs(plan: Tensor) -> list[_EqualSpans]:
 
 
 def _stacked(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Rows of ``[t, heads, d]``, as ``[spans, heads, length, d]``."""
+    """Select rows of ``[t, heads, d]``, and return them as ``[spans, heads, length, d]``."""
     return x.index_select(0, rows).view(count, -1, *x.shape[1:]).transpose(1, 2)
 
 
@@ -119,8 +121,8 @@ def _kernel_inputs(run: _EqualSpans, q: Tensor, k: Tensor, v: Tensor) -> tuple[l
     return inputs, mask.triu(run.seen - run.length + 1)
 
 
-# The kernel of scaled_dot_product_attention and its gradient, called directly within an operator:
-# a compiled model must not trace what depends on the layout, and gradients need the logsumexp.
+# The kernel of scaled_dot_product_attention and its gradient, called directly within an operator: a
+# compiled model must not trace code that depends on the layout, and gradients need the logsumexp.
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -156,7 +158,7 @@ def _gradients_on_cpu(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q = q.new_empty(q.shape)
-    # Spans that share a key add to its gradient.
+    # Zeros, because spans that share a key add up its gradient.
     grad_k, grad_v = (torch.zeros_like(_widen(x)) for x in (k, v))
     for run in _runs(plan):
         inputs, mask = _kernel_inputs(run, q, k, v)

@@ -1,7 +1,8 @@
-"""Attention within each packed document: an attention function for Hugging Face models.
+"""Attention function for Hugging Face models that attends within each packed document.
 
 Documents lie end to end in one row of tokens, and no mask over the whole pack is ever built. A
-document may share its first tokens with an earlier one, whose keys and values it then uses.
+document may share its first tokens with an earlier document, and then uses the keys and values of
+that document.
 """
 
 from collections.abc import Iterator
@@ -17,18 +18,21 @@ from primerl._common.optional import require
 from primerl.attention.documents import Layout, batch_layout
 from primerl.attention.kernels import attend
 
-# Arguments of attention that say nothing about which tokens are seen.
+# Arguments of attention that do not affect which tokens are seen.
 _IGNORED = frozenset({"position_ids", "logits_to_keep", "dropout"})
 _LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
-"""Tokens of the longest document on this rank, in the forward pass that runs now."""
+"""Number of tokens of the longest document on this rank, in the current forward pass."""
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
-"""Whether the forward pass that runs now has several documents."""
-# The dtype of a mask that says only that rows are packed.
+"""Whether the current forward pass has several documents."""
+# The dtype of a mask that only marks a batch as packed.
 _PACKED_MARK = torch.int8
 
 
 def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> None:
-    """Register an attention with transformers and switch a model to it; only warns if it can't."""
+    """Register an attention with transformers, and switch a model to it.
+
+    If the model can't be switched, transformers only warns.
+    """
     transformers = require("transformers", extra="transformers")
     transformers.AttentionInterface.register(name, attention)
     transformers.AttentionMaskInterface.register(name, mask)
@@ -37,9 +41,9 @@ def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> 
 
 @contextmanager
 def require_documents(documents: Layout | None, position_ids: Tensor) -> Iterator[None]:
-    """Within it, attention that is not given ``documents`` raises if there are several.
+    """Context in which attention raises if there are several documents and it does not get them.
 
-    It would otherwise take their rows for those of one document.
+    Attention without ``documents`` would otherwise treat all rows as one document.
     """
     packed = documents is not None and len(documents.spans) > 1
     before = _PACKED.set(packed), _LONGEST.set(int(position_ids.max()) + 1)
@@ -56,10 +60,10 @@ def no_mask(
     local_size: int | None = None,
     **_others: Any,
 ) -> Tensor | None:
-    """An entry of ``AttentionMaskInterface``: no mask, or one that attention will refuse.
+    """Entry of ``AttentionMaskInterface`` that makes no mask, or a mask that attention refuses.
 
-    It will refuse a caller's padding, and a window shorter than a document, which some models have
-    in their mask only. (Others ask for such a mask and don't use it.)
+    Attention refuses a caller's padding, and a window shorter than a document: some models pass the
+    window only in their mask. (Others ask for such a mask and don't use it.)
     """
     if local_size is not None and _is_exceeded(local_size):
         return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -67,12 +71,13 @@ def no_mask(
 
 
 def batch_mask(*_: Any, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
-    """As ``no_mask``, and a mark where ``transformers`` detects a packed batch.
+    """Entry of ``AttentionMaskInterface``: ``no_mask``, or a mark if the batch is packed.
 
-    Attention that is given neither documents nor positions can't know otherwise.
+    ``transformers`` detects packed batches. Attention that receives neither documents nor positions
+    needs the mark to know.
     """
     mask = no_mask(**others)
-    # In a trace, transformers takes every batch for packed.
+    # In a trace, transformers treats every batch as packed.
     packed = not (allow_is_causal_skip or torch.compiler.is_compiling() or _PACKED.get())
     if mask is None and packed:
         return torch.zeros(1, 1, 1, 1, dtype=_PACKED_MARK)
@@ -96,7 +101,7 @@ def packed_attention(
     documents: Layout | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Causal attention within each document: an entry of transformers' ``AttentionInterface``."""
+    """Entry of transformers' ``AttentionInterface``: causal attention within each document."""
     batch, _, length, _ = query.shape
     marked = attention_mask is not None and attention_mask.dtype == _PACKED_MARK
     computed = length == key.shape[2] and (attention_mask is None or marked)
@@ -106,8 +111,8 @@ def packed_attention(
         refuse_other_attention(module, documents.max_keys, asked)
     if documents is None or not computed:
         raise ValueError(
-            f"{type(module).__name__} attends by a mask, such as a window shorter than a document, "
-            "or by a cache; packed attention computes full causal attention. "
+            f"{type(module).__name__} got a mask, as for padding or for a window shorter than a "
+            "document, or a cache; packed attention computes full causal attention. "
             "loss.model_logprobs switched this model to it: to generate or to pad, call "
             "model.set_attn_implementation('sdpa') first"
         )
@@ -124,11 +129,11 @@ def _layout_by_positions(
     *,
     marked: bool = False,
 ) -> Layout:
-    """The documents of a batch, for attention that was not given them.
+    """Find the documents of a batch, for attention that did not receive them.
 
-    Some layers pass on positions only, also where they are recomputed in the backward pass. And a
-    switched model may be called without any packing: each row is then a document, or several if its
-    positions begin again.
+    Some layers pass on positions only, also when they are recomputed in the backward pass. A
+    switched model may also be called without packing: then each row is a document, or several
+    documents if its positions restart.
     """
     batch, _, length, _ = query.shape
     usable = position_ids is not None and position_ids.shape in ((1, length), (batch, length))
@@ -140,17 +145,17 @@ def _layout_by_positions(
 
 
 def not_passed_on(module: nn.Module) -> str:
-    """The error message for a module that was not given the documents."""
+    """The error message for an attention module that did not receive the documents."""
     return (
-        f"{type(module).__name__} is not given the documents that its model was called with, "
+        f"{type(module).__name__} does not receive the documents that its model was called with, "
         "because the model's layers don't pass on arguments that they don't know"
     )
 
 
 def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any]) -> None:
-    """Refuse arguments that ask for more than full causal attention within each document.
+    """Refuse arguments that ask for anything but full causal attention within each document.
 
-    Such as a window shorter than a document, sinks, sparse indices or capped scores.
+    Examples are a window shorter than a document, sinks, sparse indices and capped scores.
     """
     window = asked.get("sliding_window")
     if window is not None and longest > window:

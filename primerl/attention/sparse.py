@@ -1,8 +1,9 @@
 """DeepSeek sparse attention within packed documents, for unmodified Hugging Face models.
 
-An indexer chooses the keys that each query attends to (arXiv:2512.02556). ``transformers`` lets it
-score the whole pack against itself, under a square mask. Here it scores each document by itself,
-some rows at a time, and skips documents of at most ``index_topk`` tokens, which attend in full.
+An indexer chooses the keys that each query attends to (arXiv:2512.02556). In ``transformers``, it
+scores the whole pack against itself, under a square mask. Here, it scores each document separately,
+a limited number of rows at a time. It skips documents of at most ``index_topk`` tokens, which
+attend in full.
 """
 
 from typing import Any
@@ -35,17 +36,18 @@ def attend_sparsely(
 ) -> None:
     """Switch a model with DeepSeek sparse attention to choose keys and attend within each document.
 
-    Each indexer is replaced by a module that calls it and has its parameters, under their names.
+    Each indexer is replaced by a module that calls it, and that has its parameters under the same
+    names.
 
     Args:
-        model: of one of ``SPARSE_FAMILIES``.
+        model: a model of one of the ``SPARSE_FAMILIES``.
         gather: gathers the rows of all ranks that share documents, in order.
-        attention: with ``gather``, an entry of ``AttentionInterface`` over these ranks.
+        attention: with ``gather``, an entry of ``AttentionInterface`` that works over these ranks.
     """
     config: Any = model.config
     if config._attn_implementation not in (*MASKED_ATTENTION, SPARSE_ATTENTION):
         raise ValueError(
-            f"{config.model_type} attends by {config._attn_implementation}, where an indexer "
+            f"{config.model_type} uses {config._attn_implementation} attention, where an indexer "
             "chooses keys for the whole pack; load it with attn_implementation='sdpa'"
         )
     for module in list(model.modules()):
@@ -63,9 +65,9 @@ def attend_sparsely(
 def _placeholder(
     *_: Any, attention_mask: Tensor | None = None, device: Any = "cpu", **_others: Any
 ) -> Tensor:
-    """A mask that says nothing: the model's layers require one."""
+    """Make a mask without information, because the model's layers require a mask."""
     if attention_mask is not None and not attention_mask.all():
-        raise ValueError(f"padding is not computed; {SWITCH_BACK}")
+        raise ValueError(f"padding is not supported; {SWITCH_BACK}")
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -82,12 +84,12 @@ def _sparse_attention(
     documents: Layout | None = None,
     **other: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Attention to the chosen keys of each document: an entry of ``AttentionInterface``."""
+    """Entry of ``AttentionInterface``: attention to the chosen keys of each document."""
     indexer = getattr(module, "indexer", None)
     if indices is None or not isinstance(indexer, DocumentIndexer | None):
         raise ValueError(
-            f"{type(module).__name__} chooses keys for the whole pack; score it by "
-            "primerl.loss.model_logprobs first"
+            f"{type(module).__name__} chooses keys for the whole pack; call "
+            "primerl.loss.model_logprobs once, which switches the model to packed documents"
         )
     if documents is None:
         documents = OUTPUT_LAYOUTS.get(indices)  # type: ignore[no-untyped-call]
@@ -124,11 +126,12 @@ def attend_to_chosen(
     scaling: float | None = None,
     dropout: float = 0.0,
 ) -> Float[Tensor, "t heads dv"]:
-    """Attention of each span's queries to the keys that were chosen for them.
+    """Compute the attention of each span's queries to the keys that were chosen for them.
 
         y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j of ``chosen[i]``
 
-    In a span that sees no more keys than can be chosen, each query attends to all that it sees.
+    If a span sees no more keys than can be chosen, each of its queries attends to all keys that it
+    sees.
     """
     outputs = []
     for span in spans:
@@ -141,11 +144,12 @@ def attend_to_chosen(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, **options: Any) -> Tensor:
-    """The last rows of one document, some at a time, so that no mask covers a long one.
+    """Compute attention for the last rows of one document, in parts that bound the mask's size.
 
-    Where there are several parts, each is recomputed in the backward pass: one mask is held.
+    If there are several parts, each is recomputed in the backward pass, so that only one mask is in
+    memory at a time.
     """
-    # On a CPU, where masked attention isn't fused, the scores of all heads are held, not one mask.
+    # On a CPU, masked attention isn't fused: it holds the scores of all heads, not just one mask.
     each = k.shape[1] * (q.shape[0] if q.device.type == "cpu" else 1)
     at_once = max_rows(each)
     if q.shape[1] <= at_once:

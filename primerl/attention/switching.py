@@ -1,4 +1,4 @@
-"""Switching an unmodified Hugging Face model to attention within each packed document."""
+"""Switch of an unmodified Hugging Face model to attention within each packed document."""
 
 from typing import Any
 
@@ -19,26 +19,26 @@ from primerl.attention.sparse import attend_sparsely
 
 
 def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Layout | None:
-    """Switch a model that attends by ``sdpa`` or ``eager`` to attend within each document.
+    """Switch a model with ``sdpa`` or ``eager`` attention to attend within each document.
 
         documents = attention.attend_by_document(model, position_ids)
         with attention.require_documents(documents, position_ids):
             model(token_ids[None], position_ids=position_ids[None], documents=documents)
 
-    Sparse attention also chooses keys within each document. Flash attention, which reads positions
-    itself, is left alone. ``set_attn_implementation("sdpa")`` switches back.
+    Sparse attention also chooses keys within each document. Flash attention reads positions itself
+    and is not replaced. ``set_attn_implementation("sdpa")`` switches back.
 
     Args:
         model: a ``transformers`` causal language model.
-        position_ids: of a pack, as ``find_documents`` takes them.
+        position_ids: the positions of a pack, as ``find_documents`` expects them.
 
     Returns:
         The layout to pass to the model as ``documents``; None for a context-parallel model, which
         finds the documents of all ranks itself.
 
     Raises:
-        ValueError: the model can't be switched, has other layers that carry state from one document
-            into the next, or keeps an attention that can't share tokens between documents.
+        ValueError: the model can't be switched, it has other layers that carry state from one
+            document into the next, or documents share tokens and its attention doesn't support it.
     """
     config: Any = model.config
     if config._attn_implementation.startswith(CONTEXT_ATTENTION):
@@ -52,20 +52,20 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
         switch_attention(model, PACKED_ATTENTION, packed_attention, batch_mask)
         if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
             raise ValueError(
-                f"{config.model_type} has its own attention, which would let packed "
-                "documents see each other; pack one document per batch"
+                f"{config.model_type} has its own attention implementation, which would let "
+                "packed documents see each other; pack one document per batch"
             )
     if len(documents) > 1:
         refuse_leaking_layers(model)
         limit = unsupported_rope_lengths(config)
         if layout.max_keys > limit:
             raise ValueError(
-                f"{config.model_type} rotates all documents of a batch as its longest, which has "
+                f"{config.model_type} rotates all documents of a batch like its longest, which has "
                 f"{layout.max_keys} tokens, above {limit:.0f}; pack one document per batch"
             )
     if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
         raise ValueError(
-            f"documents share tokens, which {config._attn_implementation} does not compute; load "
+            f"documents share tokens, which {config._attn_implementation} does not support; load "
             "the model with attn_implementation='sdpa', or pack without share_prefixes"
         )
     return layout

@@ -1,4 +1,4 @@
-"""Losses: pure elementwise functions of tensors, reduced separately.
+"""RL losses per token, as pure elementwise functions of tensors, and their reductions.
 
     logprobs = loss.model_logprobs(model, batch.token_ids, batch.position_ids, batch.labels,
                                    temperature=batch.temperature)
@@ -6,10 +6,11 @@
     loss.token_mean(per_token, batch.loss_mask, denom=tokens_in_step).backward()
 
 An algorithm is a choice of advantage, ratio, correction, surrogate and reduction, each a function;
-the documentation has a table of them. Tensors are positional, hyperparameters keyword-only. A token
-loss returns ``(loss[t], aux)``, where ``aux`` maps a name to a detached ``[t]`` tensor. Masking and
-averaging are left to a reduction. Everything is computed in at least float32; log-ratios
-are clamped to +-20, with no gradient beyond; ``aux["log_ratio_limited"]`` marks such tokens.
+the documentation has a table of algorithms. Tensors are positional, hyperparameters keyword-only. A
+token loss returns ``(loss[t], aux)``, where ``aux`` maps a name to a detached ``[t]`` tensor.
+Masking and averaging are left to a reduction. Everything is computed in at least float32.
+Log-ratios are clamped to +-20, with zero gradient beyond; ``aux["log_ratio_limited"]`` marks the
+tokens that are clamped.
 """
 
 from primerl.loss.correction import (

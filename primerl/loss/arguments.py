@@ -1,4 +1,4 @@
-"""Argument checks, with errors that name the argument."""
+"""Checks of tensor arguments, with errors that name the argument."""
 
 import functools
 import inspect
@@ -14,20 +14,21 @@ R = TypeVar("R")
 _KINDS: dict[str, Callable[[torch.dtype], bool]] = {
     "a floating-point": lambda dtype: dtype.is_floating_point,
     "a bool": lambda dtype: dtype == torch.bool,
-    # torch refuses other dtypes as indices, or takes uint8 for a mask.
+    # As indices, torch refuses other dtypes, and treats uint8 as a mask.
     "an int32 or int64": lambda dtype: dtype in (torch.int32, torch.int64),
 }
 
 
 def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check tensors against a function's annotations before it is called.
+    """Decorate a function to check its tensors against its jaxtyping annotations before each call.
 
-    Every argument annotated with a shape must be a tensor of that kind of dtype, and an axis must
-    have the same size in all of them. Arguments named in ``finite`` are data from elsewhere, where
-    a NaN is a mistake upstream: they must be finite.
+    Every argument annotated with a shape must be a tensor with a dtype of the annotated kind. An
+    axis must have the same size in all arguments that name it. Arguments listed in ``finite`` must
+    be finite: they come from elsewhere, and a NaN in them is a mistake upstream.
 
     Raises (when the decorated function is called):
-        ValueError: naming the argument, what it is, and the argument that it does not fit.
+        ValueError: an argument does not fit; the message names it, its shape or dtype, and the
+            argument that it conflicts with.
     """
     must_be_finite = frozenset(finite)
 
@@ -61,7 +62,7 @@ def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callabl
 
 
 def require_finite(name: str, x: Tensor, rows: Tensor | None = None) -> None:
-    """Refuse a tensor with an infinite or NaN entry, in the selected rows if any are given."""
+    """Raise ValueError if a tensor has an infinite or NaN entry, in ``rows`` if given."""
     if torch.compiler.is_compiling():  # the check would break the graph
         return
     wrong = ~x.isfinite()
@@ -73,13 +74,16 @@ def require_finite(name: str, x: Tensor, rows: Tensor | None = None) -> None:
         what = "rows" if x.ndim == 1 else "entries"
         raise ValueError(
             f"{name}[{where}] is {x[first].item()} ({int(wrong.sum())} of {x.numel()} {what} are "
-            f"not finite); expected finite {name}, with any number, such as 0, in rows that are "
-            "not trained"
+            f"not finite); expected finite {name}: in rows that are not trained, put any finite "
+            "number, such as 0"
         )
 
 
 def _specification(annotation: Any) -> tuple[str, list[str]] | None:
-    """The kind of dtype and the axes of a jaxtyping annotation, ``| None`` or not."""
+    """The kind of dtype and the axes of a jaxtyping annotation, which may be ``| None``.
+
+    None for any other annotation.
+    """
     alternatives = get_args(annotation)
     if len(alternatives) == 2 and alternatives[1] is type(None):
         annotation = alternatives[0]

@@ -1,13 +1,14 @@
-"""Corrections of the mismatch between trainer and sampler: one detached weight per token.
+"""Corrections of the mismatch between trainer and sampler, as one detached weight per token.
 
     weight = loss.token_tis(proximal_logprobs, b.behavior_logprobs, cap=2.0)
     per_token, aux = loss.clipped(logprobs, proximal_logprobs, b.advantages)
     loss.token_mean(weight * per_token, b.loss_mask, denom=trained)
 
-Multiply a token loss by the weight. The first argument are the trainer's logprobs, at the start of
-the step (``proximal_logprobs``) or now. Weights are in at least float32 and carry no gradient;
-where the trainer's logprob is NaN, so is the weight. Sequence weights have the same value in all
-rows of a document; ``all_sum`` sums over the ranks that share documents, which all make the call.
+Multiply a token loss by the weight. The first argument is the trainer's logprobs, either at the
+start of the step (``proximal_logprobs``) or current. Weights are in at least float32 and carry no
+gradient. Where the trainer's logprob is NaN, the weight is NaN too. Sequence weights have the same
+value in all rows of a document. ``all_sum`` sums over the ranks that share documents; all of these
+ranks must call it.
 """
 
 import functools
@@ -33,7 +34,7 @@ _product = functools.partial(sequence_ratio, length_normalized=False)
 def token_tis(
     logprobs: Float[Tensor, " t"], behavior_logprobs: Float[Tensor, " t"], *, cap: float = 2.0
 ) -> Float[Tensor, " t"]:
-    """Truncated importance sampling by token: ``min(r, cap)``.
+    """Truncated importance sampling per token: ``min(r, cap)``.
 
     Source: for LLMs, Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training" (2025); truncation: Ionides, "Truncated importance sampling" (2008).
@@ -55,9 +56,9 @@ def sequence_tis(
     cap: float = 2.0,
     all_sum: AllSum = identity,
 ) -> Float[Tensor, " t"]:
-    """Truncated importance sampling by sequence: ``min(prod_t r_t, cap)`` in all its rows.
+    """Truncated importance sampling per sequence: ``min(prod_t r_t, cap)`` in all its rows.
 
-    The product is over the trained tokens. Less biased than by token, with higher variance.
+    The product is over the trained tokens. It has less bias than ``token_tis``, but more variance.
 
     Source: Liu et al., "When speed kills stability" (2025).
 
@@ -73,9 +74,9 @@ def sequence_tis(
 def token_mis(
     logprobs: Float[Tensor, " t"], behavior_logprobs: Float[Tensor, " t"], *, cap: float = 2.0
 ) -> Float[Tensor, " t"]:
-    """Masked importance sampling by token: ``r`` up to ``cap``, and 0 above it.
+    """Masked importance sampling per token: ``r`` up to ``cap``, and 0 above it.
 
-    Tokens that truncation would keep at the cap get no weight. Source: as ``sequence_mis``.
+    Tokens that truncation would keep at the cap get weight 0. Source: that of ``sequence_mis``.
 
     Raises:
         ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
@@ -95,7 +96,7 @@ def sequence_mis(
     cap: float = 2.0,
     all_sum: AllSum = identity,
 ) -> Float[Tensor, " t"]:
-    """Masked importance sampling by sequence: ``prod_t r_t`` up to ``cap``, and 0 above it.
+    """Masked importance sampling per sequence: ``prod_t r_t`` up to ``cap``, and 0 above it.
 
     Source: Liu et al., "When speed kills stability" (2025).
 
@@ -115,13 +116,13 @@ def icepop(
     low: float = 0.5,
     high: float = 5.0,
 ) -> Float[Tensor, " t"]:
-    """Two-sided masking by token: ``r`` where ``low <= r <= high``, and 0 elsewhere.
+    """Two-sided masking per token: ``r`` where ``low <= r <= high``, and 0 elsewhere.
 
-    Source: IcePop, of the Ring-1T report, arXiv:2510.18855; bounds of 0.5 and 5 as there.
+    Source: IcePop, in the Ring-1T report, arXiv:2510.18855, which also uses bounds of 0.5 and 5.
 
     Raises:
-        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity mean
-            no bound), or the tensors do not fit.
+        ValueError: ``low`` is above ``high``, a bound is not between e^-20 and e^20 (0 and
+            infinity mean no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
     r = token_ratio(logprobs, behavior_logprobs).detach()
@@ -141,16 +142,16 @@ def geometric_rejection(
 ) -> Float[Tensor, " t"]:
     """Reject whole sequences: 1 where ``low <= (prod_t r_t)^(1/|y|) <= high``, and 0 elsewhere.
 
-    The geometric mean does not explode with the length: it approaches ``exp(-KL)``, with a spread
-    of ``1/sqrt(|y|)``. So the bounds must be wider than the KL divergence of trainer and sampler,
-    and short sequences need wider ones.
+    Unlike the product, the geometric mean does not explode with the length |y|: it approaches
+    ``exp(-KL)``, with a spread of ``1/sqrt(|y|)``. So the bounds must be wider than the KL
+    divergence of trainer and sampler, and short sequences need wider bounds than long ones.
 
-    Source: Liu et al., "When speed kills stability" (2025), part 3; the bounds are the example in
-    the documentation of verl's rollout correction.
+    Source: Liu et al., "When speed kills stability" (2025), part 3. The default bounds are the
+    example in the documentation of verl's rollout correction.
 
     Raises:
-        ValueError: not ``low <= high``, one is not between e^-20 and e^20 (0 and infinity mean
-            no bound), or the tensors do not fit.
+        ValueError: ``low`` is above ``high``, a bound is not between e^-20 and e^20 (0 and
+            infinity mean no bound), or the tensors do not fit.
     """
     _require_interval(low, high)
     mean = sequence_ratio(
@@ -170,7 +171,7 @@ def veto(
     threshold: float = 1e-4,
     all_sum: AllSum = identity,
 ) -> Float[Tensor, " t"]:
-    """Reject a sequence that has a catastrophic token: 0 where any ``r_t < threshold``, else 1.
+    """Reject a sequence that has a catastrophic token: 0 if any ``r_t < threshold``, else 1.
 
     Source: ``rollout_token_veto_threshold`` in the first versions of verl's rollout correction
     (github.com/volcengine/verl).

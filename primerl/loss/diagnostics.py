@@ -1,4 +1,4 @@
-"""Metrics that say whether trainer and sampler agree, and how far the policy has moved.
+"""Metrics of the mismatch between trainer and sampler, and of how far the policy has moved.
 
     statistics = loss.Statistics(version=step)
     for batch in batches:
@@ -7,7 +7,8 @@
                        loss=objective, aux=aux)
     metrics = statistics.summary(parallel.all_sum)
 
-Everything is kept as sums, which add up over micro-batches and ranks; quotients come last.
+Everything is kept as sums, which are added over micro-batches and ranks; means and other quotients
+are computed last.
 """
 
 from collections import Counter
@@ -28,12 +29,12 @@ AUX = "tokens/"
 
 
 class Statistics:
-    """The metrics of one policy step, added up over its micro-batches; then over ranks.
+    """Metrics of one policy step, accumulated over its micro-batches, then over ranks.
 
     Args:
-        version: the trainer's, before the step.
-        max_staleness: the last bucket of ``off_policy_kl``, which counts staler tokens too. Tokens
-            newer than the trainer count in none.
+        version: the trainer's version before the step.
+        max_staleness: the staleness of the last bucket of ``off_policy_kl``, which also counts
+            staler tokens. Tokens newer than the trainer are in no bucket.
 
     Raises:
         ValueError: ``max_staleness`` is below 1.
@@ -60,16 +61,16 @@ class Statistics:
         entropy: Float[Tensor, " t"] | None = None,
         aux: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add a micro-batch. Nothing here has a gradient; sums are float64.
+        """Add a micro-batch. All tensors are detached; sums are float64.
 
         Args:
-            logprobs: by the trainer, now.
-            behavior_logprobs: by the sampler.
-            loss_mask: the trained tokens.
-            versions: the version that sampled each token.
+            logprobs: current logprobs of the trainer.
+            behavior_logprobs: logprobs of the sampler.
+            loss_mask: true at the trained tokens.
+            versions: the policy version that sampled each token.
             loss: this micro-batch's part of the objective.
-            entropy: of the policy at each row, in nats, if it was computed.
-            aux: what the token loss returned beside the loss.
+            entropy: the policy's entropy at each row, in nats, if it was computed.
+            aux: the second result of the token loss.
 
         Raises:
             ValueError: the tensors do not fit, or ``behavior_logprobs`` is not finite at a trained
@@ -88,7 +89,7 @@ class Statistics:
             aux=aux,
         )
         if self._minibatches > 1:
-            # The trainer has moved on from the version that it began with: this is no mismatch.
+            # The weights are no longer those of this version, so a difference is no mismatch.
             sums["kl_by_staleness"][0] = 0.0
         if loss is not None:
             sums["loss"] = loss.detach().double()
@@ -99,35 +100,37 @@ class Statistics:
         self._rows.append(rows)
 
     def end_minibatch(self) -> list[dict[str, Tensor]]:
-        """Note that the optimizer stepped: later micro-batches meet weights of no version.
+        """Record that the optimizer has stepped, so that the weights no longer have a version.
 
-        ``mismatch_kl`` is then of the first minibatch, and ``loss`` the mean over all of them.
+        ``mismatch_kl`` covers only the first minibatch of a step. ``loss`` is the mean over all
+        minibatches.
 
         Returns:
             For each micro-batch of the minibatch, the ``logprobs`` and, if given, the ``entropy``
-            of its rows: for ``parallel.gather``, ``packing.unpack`` and ``track.Run.log``.
+            of its rows, for ``parallel.gather``, ``packing.unpack`` and ``track.Run.log``.
         """
         self._minibatch_ended = True
         rows, self._rows = self._rows, []
         return rows
 
     def summary(self, all_sum: AllSum = dict) -> dict[str, float]:
-        """The metrics of the step.
+        """Return the metrics of the step, by name.
 
         - ``loss``: the objective.
-        - ``mismatch_kl``: mean of ``r - 1 - log r`` over tokens of the trainer's own version,
-          ``mismatch_tokens`` many: numerics.
-        - ``off_policy_kl/s``: the same over tokens s versions old: numerics and policy.
+        - ``mismatch_kl``: the mean of ``r - 1 - log r`` over the ``mismatch_tokens`` tokens of the
+          trainer's own version. It measures only numerics.
+        - ``off_policy_kl/s``: the same mean over tokens that are s versions old. It measures
+          numerics and the change of the policy.
         - ``effective_sample_size``: ``(sum r)^2 / (n sum r^2)``, from 1 (on policy) to ``1/n``.
         - ``ratio_p1``, ``ratio_p50``, ``ratio_p99``: quantiles of r, exact to 16% of ``log r``.
-        - ``entropy``: mean, in nats.
-        - ``tokens/NAME``: the mean of each entry of ``aux``: the share clipped, dropped and so on.
+        - ``entropy``: the mean entropy, in nats.
+        - ``tokens/NAME``: the mean of each entry of ``aux``, such as the share of clipped tokens.
 
-        A metric without a token is left out.
+        A metric that no token contributes to is left out.
 
         Args:
-            all_sum: adds tensors by name over ranks, such as ``parallel.all_sum``; by default, this
-                process is the only one. All ranks call it.
+            all_sum: adds a dictionary of tensors over ranks, as ``parallel.all_sum`` does; all
+                ranks must call it. The default is for a single process.
         """
         metrics = summarize(all_sum(dict(self._sums)))  # type: ignore[arg-type]
         if "loss" in metrics:
@@ -144,20 +147,21 @@ def mismatch_kl(
     *,
     version: int,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """The numerical distance of trainer and sampler: the sum and the count of ``r - 1 - log r``.
+    """The numerical mismatch of trainer and sampler: the sum of ``r - 1 - log r``, and its count.
 
-    ``r`` is trainer over sampler, over the trained tokens *whose version is the trainer's*: the
-    same weights gave both logprobs, so anything above rounding is a difference in numerics, not in
-    policy. An unbiased, non-negative estimate of ``KL(sampler || trainer)`` (k3 of Schulman's
-    "Approximating KL divergence", 2020). Sum and count are returned apart, to be added over
-    micro-batches and ranks; the mean is their quotient.
+    ``r`` is the probability by the trainer over that by the sampler. Only trained tokens *of the
+    trainer's own version* are counted: the same weights gave both logprobs, so anything above
+    rounding is a difference in numerics, not in policy. The mean, sum over count, is an unbiased,
+    non-negative estimate of ``KL(sampler || trainer)`` (k3 of Schulman's "Approximating KL
+    divergence", 2020). Sum and count are returned separately, to be added over micro-batches and
+    ranks.
 
     Args:
-        logprobs: by the trainer, now.
-        behavior_logprobs: by the sampler.
-        loss_mask: the trained tokens.
-        versions: the version that sampled each token.
-        version: the trainer's version: of the weights that gave ``logprobs``.
+        logprobs: current logprobs of the trainer.
+        behavior_logprobs: logprobs of the sampler.
+        loss_mask: true at the trained tokens.
+        versions: the policy version that sampled each token.
+        version: the version of the trainer's weights, which gave ``logprobs``.
 
     Raises:
         ValueError: the tensors do not fit, or ``behavior_logprobs`` is not finite at a trained
@@ -170,7 +174,7 @@ def mismatch_kl(
 
 
 def _excess(log_r: Tensor) -> Tensor:
-    """``r - 1 - log r``, exact for small ``log r``."""
+    """Compute ``r - 1 - log r`` so that it is exact for small ``log r``."""
     return log_r.expm1() - log_r
 
 
@@ -186,14 +190,14 @@ def token_statistics(
     entropy: Float[Tensor, " t"] | None = None,
     aux: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over the trained tokens of a micro-batch, for ``summarize``: see ``Statistics.add``."""
+    """Sum over the trained tokens of a micro-batch, for ``summarize``; see ``Statistics.add``."""
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
-    trained = loss_mask.nonzero().squeeze(1)  # once: a device is waited for
+    trained = loss_mask.nonzero().squeeze(1)  # only once: it synchronizes
     log_r = log_ratio(logprobs.detach(), behavior_logprobs).index_select(0, trained).double()
     r = log_r.exp()
     kl = _excess(log_r)
     staleness = (version - versions.index_select(0, trained).long()).clamp(-1, max_staleness)
-    buckets = kl.new_zeros(max_staleness + 2, 2)  # the last, -1, is of what is newer
+    buckets = kl.new_zeros(max_staleness + 2, 2)  # the last (-1): newer tokens
     buckets.index_add_(0, staleness % len(buckets), torch.stack([kl, torch.ones_like(kl)], dim=1))
     sums = {
         "kl_by_staleness": buckets[:-1],
@@ -215,7 +219,7 @@ def token_statistics(
 
 
 def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
-    """Metrics from the sums of ``token_statistics``: see ``Statistics.summary``."""
+    """Compute metrics from the sums of ``token_statistics``; see ``Statistics.summary``."""
     metrics: dict[str, float] = {}
     for name, sums in ((name, sums.cpu()) for name, sums in totals.items()):
         if name == "kl_by_staleness":
@@ -239,7 +243,7 @@ def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _edges(device: torch.device) -> Tensor:
-    """Where bins of the log-ratio begin: evenly spaced in its logarithm, mirrored around zero."""
+    """Edges of the log-ratio's bins, evenly spaced in its logarithm and mirrored around zero."""
     exponents = torch.linspace(0, 1, BINS_PER_SIDE, dtype=torch.float64, device=device)
     side = FINEST_LOG_RATIO * (LOG_RATIO_LIMIT / FINEST_LOG_RATIO) ** exponents
     return torch.cat([-side.flip(0), side])
@@ -247,7 +251,7 @@ def _edges(device: torch.device) -> Tensor:
 
 def _histogram(log_r: Tensor) -> Tensor:
     edges = _edges(log_r.device)
-    counted = log_r.isfinite().double()  # NaN would count as the largest of all
+    counted = log_r.isfinite().double()  # bucketize puts NaN into the last bin
     return torch.bincount(torch.bucketize(log_r, edges), counted, minlength=len(edges) + 1)
 
 

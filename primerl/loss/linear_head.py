@@ -1,9 +1,10 @@
 """Logprobs, entropies and top tokens from hidden states, without materializing the logits.
 
 The logits ``[t, v]`` are the largest tensor of a training step. Here they are computed tile by tile
-(a chunk of tokens by a block of the vocabulary), and again in the backward pass: the forward pass
-keeps three numbers per token, the highest logit and two sums for normalizer and entropy. Blocks of
-the vocabulary are the outer loop, so each part of the weight's gradient is completed at once.
+(a chunk of tokens by a block of the vocabulary), and recomputed in the backward pass. The forward
+pass saves three numbers per token: the highest logit, and two sums for the normalizer and the
+entropy. Blocks of the vocabulary are the outer loop, so each block of the weight's gradient is
+completed before the next one begins.
 """
 
 from collections.abc import Iterator
@@ -19,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from primerl._common.forward_passes import has_values
 from primerl.loss.arguments import checked
 
-# Elements of a tile. On a CPU a tile stays in cache; an accelerator wants fewer, larger kernels.
+# Elements of a tile. A CPU's tile fits into its cache; an accelerator needs fewer, larger kernels.
 CPU_TILE, TILE = 2**21, 2**25
 CHUNK_TOKENS = 4096
-# exp(FLOOR) is 0 in every dtype, and FLOOR exp(FLOOR) is 0, too, where -inf would give NaN.
+# exp(FLOOR) is 0 in every dtype, and so is FLOOR exp(FLOOR), where -inf would give NaN.
 FLOOR = -1000.0
 
 
@@ -38,19 +39,20 @@ def linear_logprobs(
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
     """The logprob of each label, and the entropy of the distribution that it was drawn from.
 
-    With ``p = softmax(hidden @ weight.T / temperature)``: ``log p[labels]`` and ``-sum p log p``
-    in nats, both ``[t]`` and differentiable with respect to ``hidden`` and ``weight``. Extra memory
-    is a few tiles of logits, the two gradients, and the gradient of ``hidden`` in float32. Products
-    are computed in the dtype of ``hidden``, everything else in at least float32.
+    With ``p = softmax(hidden @ weight.T / temperature)``, these are ``log p[labels]`` and
+    ``-sum p log p`` in nats. Both are ``[t]`` and differentiable with respect to ``hidden`` and
+    ``weight``. The extra memory is a few tiles of logits, the two gradients, and the gradient of
+    ``hidden`` in float32. Products are computed in the dtype of ``hidden``, everything else in at
+    least float32.
 
     Args:
         hidden: the last hidden states.
-        weight: of the same dtype: an output head's, or the tied embedding's.
-        labels: integers in ``0 .. v - 1`` (anything where ``rows`` is false).
-        temperature: divides the logits of all rows, or ``[t]``, of each; held constant.
+        weight: the weight of the output head, or the tied embedding, in the dtype of ``hidden``.
+        labels: integers in ``0 .. v - 1`` (any values where ``rows`` is false).
+        temperature: divides the logits: one number for all rows, or ``[t]``. It gets no gradient.
         rows: the rows to compute. The others give 0, without gradient, and their hidden states are
             not read. None selects all rows.
-        chunk_tokens: the most rows to compute at once.
+        chunk_tokens: the maximum number of rows to compute at once.
 
     Raises:
         ValueError: a shape or dtype does not fit the others, a selected label is outside the
@@ -69,7 +71,7 @@ def head_logprobs(
     rows: Tensor | None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """``linear_logprobs`` of arguments that have been checked; labels may also be ``[t, c]``."""
+    """``linear_logprobs`` without its checks of arguments; labels may also be ``[t, c]``."""
     hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, as_columns(labels), divisor, chunk_tokens
@@ -88,9 +90,9 @@ def head_top_k(
     rows: Tensor | None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each label's logprob ``[t]``, the k likeliest tokens ``[t, k]`` and theirs ``[t, k]``.
+    """Each label's logprob ``[t]``, the k likeliest tokens and their logprobs, both ``[t, k]``.
 
-    The arguments have been checked, and are those of ``head_logprobs``; nothing has a gradient.
+    The arguments are those of ``head_logprobs``, and are not checked. No result has a gradient.
     """
     hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
     wide = _wide(hidden.dtype)
@@ -127,7 +129,7 @@ def _operands(
     temperature: float | Tensor,
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Hidden states, weight, labels and divisors of the selected rows, and which rows these are."""
+    """Hidden states, weight, labels, divisors (if any) and indices (or None) of selected rows."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # as for F.linear
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
@@ -144,14 +146,14 @@ def _operands(
 
 
 def in_place(values: Tensor, rows: Tensor | None, chosen: Tensor | None) -> Tensor:
-    """Values of the chosen rows among zeros for the others."""
+    """Scatter the values of the chosen rows into a tensor of all rows, zero elsewhere."""
     if rows is None or chosen is None:
         return values
     return values.new_zeros(len(rows), *values.shape[1:]).index_copy(0, chosen, values)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Logprobs of labels ``[t, c]``, and entropies ``[t]``, over tiles: see the module."""
+    """Logprobs of labels ``[t, c]`` and entropies ``[t]``, tile by tile (see the module)."""
 
     @staticmethod
     def forward(
@@ -162,7 +164,8 @@ class _LinearLogprobs(torch.autograd.Function):
         divisor: Tensor | None,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        # Of each row so far: the highest logit m, its label's, sum e^(z-m) and sum (z-m) e^(z-m).
+        # For each row, over the blocks so far: the highest logit m, the logits of its labels,
+        # sum e^(z-m) and sum (z-m) e^(z-m).
         lowest, wide = torch.finfo(torch.float32).min, _wide(hidden.dtype)
         highest = hidden.new_full(hidden.shape[:1], lowest, dtype=wide)
         total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
@@ -199,7 +202,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         a, b, c = _coefficients(grad_logprobs, grad_entropy, divisor, total, weighted)
         tokens, block = _tile(hidden, ctx.chunk_tokens)
-        kept = hidden.dtype if len(hidden) <= tokens else wide  # one product needs no sum
+        kept = hidden.dtype if len(hidden) <= tokens else wide  # a single product: no sum to round
         for columns in _slices(len(weight), block):
             part: Tensor | None = None
             for rows in _slices(len(hidden), tokens):
@@ -232,11 +235,13 @@ def _coefficients(
     total: Tensor,
     weighted: Tensor,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Of a row, logit j's gradient is ``sum_i a_i [j = label_i] + e^(z_j - m) (b + c (z_j - m))``.
+    """Coefficients a, b and c of the gradient of the logits.
 
-    From d log p_label / dz_j = [j = label] - p_j and dH / dz_j = -p_j (log p_j + H), where
-    log p_j = z_j - m - log total and H = log total - weighted / total. ``a`` is ``[t, c]``; it and
-    ``c`` are None where no gradient of the logprobs, or of the entropy, is asked for.
+    The gradient of a row's logit j is ``sum_i a_i [j = label_i] + e^(z_j - m) (b + c (z_j - m))``.
+    This follows from d log p_label / dz_j = [j = label] - p_j and dH / dz_j = -p_j (log p_j + H),
+    where log p_j = z_j - m - log total and H = log total - weighted / total. ``a`` is ``[t, c]``,
+    ``b`` and ``c`` are ``[t]``. ``a`` is None if the logprobs have no gradient, ``c`` if the
+    entropy has none.
     """
     a, h = grad_logprobs, grad_entropy
     if divisor is not None:
@@ -255,19 +260,19 @@ def _logits(
 
 
 def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Each row's labels as columns of the block, and whether they lie in it: both ``[t, c]``."""
+    """Column of each label in a block of the vocabulary, and a mask of those inside: ``[t, c]``."""
     place = labels.long() - columns.start
     inside = (place >= 0) & (place < columns.stop - columns.start)
     return place.where(inside, 0), inside
 
 
 def as_columns(x: Tensor) -> Tensor:
-    """``[t]`` as ``[t, 1]``; ``[t, c]`` as it is."""
+    """Reshape ``[t]`` to ``[t, 1]``; leave ``[t, c]`` unchanged."""
     return x.unsqueeze(1) if x.ndim == 1 else x
 
 
 def _tile(hidden: Tensor, chunk_tokens: int) -> tuple[int, int]:
-    """The rows and columns of a tile."""
+    """The numbers of rows and columns of a tile."""
     tokens = max(1, min(chunk_tokens, len(hidden)))
     elements = CPU_TILE if hidden.device.type == "cpu" and has_values(hidden) else TILE
     return tokens, max(128, elements // tokens // 128 * 128)
@@ -283,7 +288,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``; where the device can't, rounded to a's dtype first."""
+    """``a @ b`` in ``dtype``; if the device can't widen, it is rounded to a's dtype first."""
     if a.dtype != dtype and _matmul_widens(a.device.type, a.dtype):
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a, b).to(dtype)
@@ -301,7 +306,7 @@ def _matmul_widens(device: str, dtype: torch.dtype) -> bool:
 def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
     if isinstance(weight, DTensor):
         raise ValueError(
-            "weight is sharded; use model_logprobs, in whose forward pass it is gathered, or pass "
+            "weight is sharded; use model_logprobs, which gathers it in the forward pass, or pass "
             "weight.full_tensor()"
         )
     if hidden.dtype != weight.dtype:
@@ -320,9 +325,9 @@ def check_values(
     vocabulary: int,
     name: str = "labels",
 ) -> None:
-    """Refuse labels outside the vocabulary and temperatures that can't divide, where selected.
+    """Refuse labels outside the vocabulary and unusable temperatures, in the selected rows.
 
-    Labels are ``[t]`` or ``[t, c]``: the caller's argument ``name``.
+    Labels are ``[t]`` or ``[t, c]``; ``name`` is the name of the caller's argument in errors.
     """
     if not isinstance(temperature, int | float | Tensor):
         kind = type(temperature).__name__
@@ -342,7 +347,7 @@ def check_values(
         place = tuple(outside.nonzero()[0].tolist())
         raise ValueError(
             f"{name}[{', '.join(map(str, place))}] is {int(labels[place])}, outside the vocabulary "
-            f"of {vocabulary}; expected a token's id in each selected row"
+            f"of {vocabulary} tokens; expected a token id in each selected row"
         )
     if unusable.any():
         first = float(divisor[unusable].flatten()[0])

@@ -1,4 +1,4 @@
-"""Logprobs of packed documents, by unmodified Hugging Face models."""
+"""Logprobs that unmodified Hugging Face models give the tokens of packed documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,12 +39,13 @@ def token_logprobs(
 ) -> Float[Tensor, " t"]:
     """The processed logprob of each label: ``log softmax(logits / temperature)[labels]``.
 
-    Computed in at least float32. ``linear_logprobs`` gives the same without the logits.
+    It is computed in at least float32. ``linear_logprobs`` computes the same without materializing
+    the logits.
 
     Args:
-        logits: of each row.
+        logits: the logits of each row.
         labels: integers in ``0 .. v - 1``.
-        temperature: of all rows, or ``[t]``, of each.
+        temperature: one number for all rows, or ``[t]``.
 
     Raises:
         ValueError: a shape or dtype does not fit the others, a label is outside the vocabulary, or
@@ -67,32 +68,34 @@ def model_logprobs(
 ) -> Float[Tensor, " t"]:
     """The processed logprob that a causal language model gives each row's label.
 
-    Documents lie end to end and do not see each other. One begins wherever a position does not
-    follow the one before; one that begins at position n > 0 shares the first n tokens of the
-    document before it, as ``packing.pack(share_prefixes=True)`` lays them out. A model that
-    attends by ``sdpa`` or ``eager`` is switched, by its public ``set_attn_implementation``, to
-    attention within each document, so that no t x t mask is ever built; flash attention reads the
-    positions itself and is left alone. The logits are not materialized either:
-    ``linear_logprobs`` replaces the model's head. Where the head is not a plain linear layer, or
-    the model changes its logits afterwards (which the first call detects, and then runs the model
-    again), they are computed as the model does. To recompute activations, checkpoint the layers, as
-    ``gradient_checkpointing_enable`` does, not the whole model or its head.
+    Documents lie end to end and do not see each other. A document begins wherever a position does
+    not follow the position before it. If it begins at position n > 0, it shares the first n tokens
+    of the document before it, as ``packing.pack(share_prefixes=True)`` lays them out.
+
+    A model with ``sdpa`` or ``eager`` attention is switched, by its public
+    ``set_attn_implementation``, to attention within each document, so that no t x t mask is ever
+    built. Flash attention reads the positions itself and is not replaced. The logits are not
+    materialized either: ``linear_logprobs`` replaces the model's head. If the head is not a plain
+    linear layer, or the model changes its logits afterwards, the logits are computed as the model
+    does; the first call detects such a change, and then runs the model again. To recompute
+    activations, checkpoint the layers, as ``gradient_checkpointing_enable`` does, not the whole
+    model or its head.
 
     Args:
         model: an unmodified ``transformers`` causal language model.
         token_ids: the packed tokens.
         position_ids: each token's position in its document.
-        labels: the token to score in each row (anything where ``rows`` is false).
-        temperature: of the sampler, for all rows or ``[t]``, for each.
+        labels: the token to score in each row (any value where ``rows`` is false).
+        temperature: the sampler's temperature: one number for all rows, or ``[t]``.
         rows: the rows to score, such as the loss mask; the others give 0 and cost nothing in the
             head. None scores all rows.
 
     Raises:
         ValueError: the pack does not begin with position 0, a document shares more tokens than
-            there are, the model's attention is not supported (sinks, windows shorter than a
-            document, unknown sparse attention, linear attention, or flash attention where documents
-            share tokens), it has an adapter of prompt or prefix tuning, or an argument is refused
-            as by ``linear_logprobs``.
+            the document before it has, the model's attention is not supported (sinks, windows
+            shorter than a document, unknown sparse attention, linear attention, or flash attention
+            where documents share tokens), it has an adapter of prompt or prefix tuning, or
+            ``linear_logprobs`` would refuse an argument.
     """
     head = _LogprobHead(labels, temperature, rows, with_entropy=False)
     return _score(model, token_ids, position_ids, head)[:, 0]
@@ -108,7 +111,7 @@ def model_logprobs_and_entropy(
     temperature: float | Tensor = 1.0,
     rows: Bool[Tensor, " t"] | None = None,
 ) -> tuple[Float[Tensor, " t"], Float[Tensor, " t"]]:
-    """``model_logprobs``, and the entropy of each row's distribution in nats, differentiable too.
+    """``model_logprobs`` and the entropy of each row's distribution in nats, both differentiable.
 
     The arguments and errors are those of ``model_logprobs``.
     """
@@ -127,14 +130,14 @@ def model_candidate_logprobs(
     temperature: float | Tensor = 1.0,
     rows: Bool[Tensor, " t"] | None = None,
 ) -> Float[Tensor, "t c"]:
-    """``model_logprobs`` of several tokens for each row: ``candidates[j]`` are scored in row j.
+    """``model_logprobs`` of c tokens per row: ``candidates[j]`` are scored in row j.
 
-    For losses between distributions, such as ``top_k_forward_kl``. Memory and time are those of
-    ``model_logprobs``, and c numbers for each row. A token may occur several times in a row. The
-    other arguments and errors are those of ``model_logprobs``.
+    It serves losses between distributions, such as ``top_k_forward_kl``. It takes the memory and
+    time of ``model_logprobs``, plus c numbers per row. A token may occur several times in a row.
+    The other arguments and errors are those of ``model_logprobs``.
     """
     if candidates.shape[1] == 0:
-        raise ValueError("candidates has shape [t, 0]; expected a token or more in each row")
+        raise ValueError("candidates has shape [t, 0]; expected at least one token per row")
     head = _LogprobHead(candidates, temperature, rows, with_entropy=False)
     return _score(model, token_ids, position_ids, head)[:, :-1]
 
@@ -150,16 +153,17 @@ def model_top_k_logprobs(
     temperature: float | Tensor = 1.0,
     rows: Bool[Tensor, " t"] | None = None,
 ) -> tuple[Float[Tensor, " t"], Int[Tensor, "t k"], Float[Tensor, "t k"]]:
-    """``model_logprobs``, and each row's k likeliest tokens with their logprobs, in falling order.
+    """``model_logprobs``, and each row's k likeliest tokens with their logprobs, likeliest first.
 
-    What a teacher says of a student's tokens; nothing has a gradient. The other arguments are those
-    of ``model_logprobs``.
+    It serves a teacher that scores a student's tokens; no result has a gradient. The other
+    arguments are those of ``model_logprobs``.
 
     Returns:
         The labels' logprobs ``[t]``, the top tokens ``[t, k]`` and their logprobs ``[t, k]``.
 
     Raises:
-        ValueError: ``k`` is not between 1 and the size of the vocabulary, or as ``model_logprobs``.
+        ValueError: ``k`` is not between 1 and the size of the vocabulary, or ``model_logprobs``
+            raises it.
     """
     config: Any = model.config
     vocabulary = config.get_text_config().vocab_size
@@ -173,9 +177,9 @@ def model_top_k_logprobs(
 
 @attrs.frozen
 class _LogprobHead:
-    """In place of a model's head: logprobs of labels ``[t]`` or ``[t, c]``, then the entropy.
+    """Replacement of a model's head that computes logprobs of labels, then the entropy.
 
-    The entropy is valid only ``with_entropy``.
+    Labels are ``[t]`` or ``[t, c]``. The entropy is valid only ``with_entropy``.
     """
 
     labels: Tensor
@@ -184,7 +188,7 @@ class _LogprobHead:
     with_entropy: bool
 
     def from_hidden(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[t, c + 1]``"""
+        """Logprobs and entropy ``[t, c + 1]`` from hidden states ``[t, h]``."""
         logprobs, entropy = head_logprobs(hidden, weight, self.labels, self.temperature, self.rows)
         entropy = entropy if self.with_entropy else entropy.detach()
         return torch.cat([as_columns(logprobs), as_columns(entropy)], dim=1)
@@ -201,9 +205,9 @@ class _LogprobHead:
 
 @attrs.frozen
 class _TopKHead:
-    """In place of a model's head: logprobs of labels, top tokens, and their logprobs.
+    """Replacement of a model's head that computes logprobs of labels, top tokens, and theirs.
 
-    The tokens are written as numbers of the logprobs' dtype, which has all integers to 2^24.
+    Token ids are stored in the logprobs' dtype, which represents all integers up to 2^24 exactly.
     """
 
     labels: Tensor
@@ -212,7 +216,7 @@ class _TopKHead:
     k: int
 
     def from_hidden(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """``[t, 1 + 2 k]``"""
+        """Logprobs, top tokens and theirs, ``[t, 1 + 2 k]``, from hidden states ``[t, h]``."""
         logprobs, top_ids, top_logprobs = head_top_k(
             hidden, weight, self.labels, self.k, self.temperature, self.rows
         )
@@ -230,8 +234,8 @@ class _TopKHead:
 def _score(
     model: nn.Module, token_ids: Tensor, position_ids: Tensor, head: "_LogprobHead | _TopKHead"
 ) -> Tensor:
-    """What ``head`` computes for each row ``[t, n]``, in place of the model's logits."""
-    if torch.is_inference_mode_enabled():  # its tensors have no version that would show a write
+    """Run the model with its head replaced by ``head``, and return its output ``[t, n]``."""
+    if torch.is_inference_mode_enabled():  # its tensors lack _version, see returned_as
         with torch.inference_mode(False), torch.no_grad():
             return _score(model, token_ids, position_ids, head)
     refuse_virtual_tokens(model)
@@ -258,7 +262,7 @@ def _score(
             with attempt() as first, replaced:
                 logits = run()
         except (IndexError, RuntimeError):
-            if not replaced.outputs:  # otherwise the model indexed the placeholder
+            if not replaced.outputs:  # otherwise the placeholder's shape caused the error
                 raise
         if logits is not None and replaced.returned_as(logits):
             return logits.squeeze(0)
@@ -270,11 +274,11 @@ def _score(
 
 
 class _HeadReplacement(TorchFunctionMode):
-    """While a model runs on t tokens, ``score(hidden, weight)`` replaces its head's logits.
+    """Replace the logits of a model's head by ``score(hidden, weight)`` while it runs on t tokens.
 
-    The head's product is replaced within the model's forward pass, where a sharded weight is
-    gathered, by a placeholder ``[1, t, n]``. ``returned_as`` tells whether the model returned the
-    placeholder itself as its logits, or did anything else with it.
+    The head's product is replaced by a placeholder ``[1, t, n]`` within the model's forward pass,
+    where a sharded weight is gathered. ``returned_as`` says whether the model returned the
+    placeholder itself as its logits, unchanged.
     """
 
     def __init__(self, model: nn.Module, tokens: int, score: Callable[..., Tensor]) -> None:
@@ -286,11 +290,11 @@ class _HeadReplacement(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Not in a compiled graph, which would depend on this call's rows and labels.
+        # Never traced into a compiled graph, which would depend on this call's rows and labels.
         traced = torch.compiler.is_compiling()
         if func is F.linear and not traced and self._is_head(*args, **(kwargs or {})):
             scored = self.score(args[0].squeeze(0), args[1])
-            self.outputs.append(torch.stack([scored]))  # no view
+            self.outputs.append(torch.stack([scored]))  # a copy, not a view
             return self.outputs[-1]
         return func(*args, **(kwargs or {}))
 
@@ -300,15 +304,15 @@ class _HeadReplacement(TorchFunctionMode):
         return isinstance(self.head, nn.Linear) and weight is self.head.weight
 
     def returned_as(self, logits: Tensor) -> bool:
-        # The first: a model that used its head before has computed with a placeholder.
-        # Version 0: nothing was written into it.
+        # outputs[0]: a model that used its head more than once has computed with a placeholder.
+        # Version 0: nothing was written into the placeholder.
         return bool(self.outputs) and logits is self.outputs[0] and logits._version == 0
 
 
 def _selected(
     logits: Tensor, labels: Tensor, temperature: float | Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """All logprobs and the labels of the selected rows, and which rows these are."""
+    """Logprobs ``[n, v]``, labels and indices (None for all rows) of the selected rows."""
     chosen = None
     if rows is not None:
         chosen = rows.nonzero().squeeze(1)

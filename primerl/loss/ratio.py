@@ -1,4 +1,4 @@
-"""Importance ratios between the policy and the weights that sampled the tokens."""
+"""Importance ratios between the policy and the sampler, per token and per sequence."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from primerl.loss.arguments import checked, require_finite
 
 LOG_RATIO_LIMIT = 20.0
 LEAST_RATIO, GREATEST_RATIO = math.exp(-LOG_RATIO_LIMIT), math.exp(LOG_RATIO_LIMIT)
-# Sums by sequence are padded to one of few sizes, so that ranks agree on one.
+# Tensors of sums per sequence are padded to one of a few sizes, so that all ranks choose the same.
 FEWEST_SEQUENCES, MOST_SEQUENCES = 1024, 2**24
 
 Ratio = Callable[[Tensor, Tensor], Tensor]
@@ -22,35 +22,36 @@ AllSum = Callable[[Tensor], Tensor]
 
 
 def identity(x: Tensor) -> Tensor:
-    """The ``all_sum`` of a process that has its documents whole."""
+    """Return the tensor unchanged: the ``all_sum`` of a rank that shares no documents."""
     return x
 
 
 def require_reachable(name: str, value: float, *, bound: float, off: str | None) -> None:
-    """Refuse a bound that no ratio crosses, because log-ratios are clamped to +-20.
+    """Refuse an argument whose bound no ratio can cross, because log-ratios are clamped to +-20.
 
-    The argument takes effect at the ratio ``bound``; its value ``off``, if any, means no bound.
+    ``bound`` is the ratio at which the argument takes effect. ``off``, if any, is the value of the
+    argument that means no bound.
     """
     slack = 1e-5  # for the rounding of exp in float32
     none = "" if off is None else f", or {name}={off} for none"
     if not LEAST_RATIO * (1 + slack) < bound < GREATEST_RATIO * (1 - slack):
         raise ValueError(
-            f"{name}={value}: the bound of {bound:.3g} is never crossed, or always is, because "
-            f"ratios are held between e^-20 = {LEAST_RATIO:.3g} and e^20 = {GREATEST_RATIO:.3g}; "
-            f"expected a bound between them{none}"
+            f"{name}={value}: all ratios are on the same side of the bound {bound:.3g}, because "
+            f"they are clamped to e^-20 = {LEAST_RATIO:.3g} and e^20 = {GREATEST_RATIO:.3g}; "
+            f"expected a bound between these{none}"
         )
 
 
 def upcast(x: Tensor) -> Tensor:
-    """The tensor in at least float32; float64 stays float64."""
+    """Convert a tensor to float32, unless it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def trainable(logprobs: Tensor) -> Tensor:
-    """The trainer's logprobs in at least float32, where a row that isn't finite has no gradient.
+    """The trainer's logprobs in at least float32; rows that are not finite are detached.
 
-    Values are kept, so that a NaN in a trained row shows. In a row that is masked out later, the
-    zero gradient would otherwise become NaN when it is multiplied by NaN.
+    Their values are kept, so that a NaN in a trained row shows in the loss. In a row that is masked
+    out later, the gradient of zero would otherwise become NaN when it is multiplied by NaN.
     """
     x = upcast(logprobs)
     return x.where(x.isfinite(), x.detach())
@@ -63,18 +64,18 @@ def log_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def ratio_by(ratio: Ratio, logprobs: Tensor, other: Tensor) -> Tensor:
-    """The result of a caller's ratio function; refuses one without an entry for each row."""
+    """Call a user's ratio function, and check that it returns one entry per row."""
     r = ratio(logprobs, other)
     if r.shape != logprobs.shape:
         raise ValueError(
             f"ratio returned shape {tuple(r.shape)}, but logprobs has shape "
-            f"{tuple(logprobs.shape)}: expected one entry for each row"
+            f"{tuple(logprobs.shape)}: expected one entry per row"
         )
     return r
 
 
 def limited(ratio: Tensor) -> Tensor:
-    """One where a log-ratio is clamped at +-20, zero elsewhere; detached."""
+    """A detached tensor that is 1 where the log-ratio is clamped at +-20, and 0 elsewhere."""
     held = ratio.detach().log().abs() > LOG_RATIO_LIMIT - 1e-5  # for the rounding of exp
     return held.to(ratio.dtype)
 
@@ -108,21 +109,23 @@ def sequence_ratio(
 
         s_i = exp( 1/|y_i| sum_t log r_t ),    returned: sg(s_i) * p_t / sg(p_t)
 
-    over the trained tokens of sequence i, where sg stops the gradient and p_t is the probability of
-    token t. The value is ``s_i`` in every row; its gradient with respect to ``logprobs[t]`` is
-    ``s_i`` in the trained rows, so under ``sequence_mean`` the gradient is that of ``s_i`` itself
-    (of ``s_i / |y_i|`` for the product). Ranks exchange only a sum without gradient.
+    The sum is over the trained tokens of sequence i, sg stops the gradient, and p_t is the
+    probability of token t. The value is ``s_i`` in every row. Its gradient with respect to
+    ``logprobs[t]`` is ``s_i`` in the trained rows, so under ``sequence_mean`` the gradient is that
+    of ``s_i`` itself (for the product, of ``s_i / |y_i|``). Ranks exchange only a sum without
+    gradient.
 
     Source: GSPO, arXiv:2507.18071, equations 7 (``s_i``) and 14 (GSPO-token). With
     ``length_normalized=False`` it is the product of the token ratios: the exact importance weight.
 
     Args:
-        logprobs: the trainer's, now.
-        behavior_logprobs: the sampler's; anything where the mask is false.
-        loss_mask: the trained tokens.
-        sequence_ids: the document of each row, 0 to s-1; the same on all ranks that share it.
-        all_sum: sums a tensor over the ranks that share these documents, which all make the call.
-        length_normalized: the geometric mean of the token ratios, or their product.
+        logprobs: current logprobs of the trainer.
+        behavior_logprobs: the sampler's logprobs; any values where the mask is false.
+        loss_mask: true at the trained tokens.
+        sequence_ids: the document of each row, from 0 to s-1. Ranks that share a document must
+            number it alike.
+        all_sum: sums a tensor over the ranks that share these documents; all of them must call it.
+        length_normalized: return the geometric mean of the token ratios instead of their product.
 
     The log of the result is clamped to +-20, with zero gradient beyond. A sequence without a
     trained token has the ratio 1.
@@ -146,22 +149,18 @@ def sequence_ratio(
 def sequence_sums(
     x: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, all_sum: AllSum
 ) -> tuple[Tensor, Tensor]:
-    """The sum of ``x[t]`` over each sequence's trained tokens, and their number; no gradient.
+    """The sum of ``x[t]`` over each sequence's trained tokens, and the number of these tokens.
 
-    Both are float64, so the order of summation hardly matters.
+    Both are detached, and float64, so that the order of summation hardly matters.
     """
     lowest, highest = sequence_ids.aminmax() if sequence_ids.numel() else (torch.tensor(0),) * 2
     if lowest < 0 or highest >= MOST_SEQUENCES:
         wrong = int(lowest if lowest < 0 else highest)
-        raise ValueError(
-            f"sequence_ids has {wrong}; expected the documents of a micro-batch, numbered from 0"
-        )
-    # Ranks may see different ids; the sum of the sizes that they need is enough for all.
+        raise ValueError(f"sequence_ids contains {wrong}; expected document numbers from 0")
+    # Ranks may have different ids; the sum of the sizes that they need is enough for every rank.
     needed = all_sum(torch.as_tensor(highest, device=x.device).long() + 1)
     if not isinstance(needed, Tensor):
-        raise ValueError(
-            f"all_sum returned {needed!r}; expected the summed tensor, as of parallel.all_sum"
-        )
+        raise ValueError(f"all_sum returned {needed!r}; expected a tensor, like parallel.all_sum")
     size = max(FEWEST_SEQUENCES, 2 ** int(needed - 1).bit_length())
     sums = torch.zeros(2, size, dtype=torch.float64, device=x.device)
     sums[0].index_add_(0, sequence_ids.long(), x.detach().double().where(loss_mask, 0.0))

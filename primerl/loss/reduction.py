@@ -1,9 +1,9 @@
-"""Reductions of token losses, with explicit global denominators.
+"""Reductions of token losses to a scalar, with explicit global denominators.
 
 A denominator counts over the *whole step*: all micro-batches and ranks. Gradients then do not
-depend on how the step is divided, and are summed over ranks. Rows outside the mask are dropped, so
-a NaN there does no harm. A batch without a trained row gives zero with a graph, so that every rank
-runs the same backward pass.
+depend on how the step is divided into micro-batches, and are summed over ranks, not averaged. Rows
+outside the mask are dropped, so a NaN there does no harm. A batch without a trained row gives a
+zero that is attached to the graph, so that every rank runs the same backward pass.
 """
 
 from typing import SupportsFloat
@@ -25,7 +25,7 @@ def token_mean(
     """The sum over the mask divided by ``denom``: ``sum_i m_i x_i / denom``.
 
     ``denom`` is the number of trained tokens of the whole step. Every token has the same weight, so
-    long sequences weigh more (token-level loss of DAPO, arXiv:2503.14476, equation 12).
+    long sequences weigh more (the token-level loss of DAPO, arXiv:2503.14476, equation 12).
 
     Raises:
         ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
@@ -42,10 +42,10 @@ def sequence_mean(
     denom: SupportsFloat,
     all_sum: AllSum = identity,
 ) -> Float[Tensor, ""]:
-    """The mean of sequences' means: ``sum_i (1/|y_i|) sum_t m_it x_it / denom``.
+    """The mean over sequences of each sequence's mean: ``sum_i (1/|y_i|) sum_t m_it x_it / denom``.
 
     ``denom`` is the number of trained sequences of the whole step. Every sequence has the same
-    weight, so a token weighs less in a long one (GRPO, arXiv:2402.03300, equation 3; GSPO).
+    weight, so a token of a long sequence weighs less (GRPO, arXiv:2402.03300, equation 3; GSPO).
     ``all_sum`` sums over the ranks that share documents.
 
     Raises:
@@ -68,13 +68,13 @@ def fixed_length_mean(
     """The sum over the mask divided by a constant length: ``sum_i m_i x_i / (length denom)``.
 
     ``denom`` is the number of trained sequences of the whole step and ``length`` a constant, such
-    as the most tokens of a response. Neither depends on the length of responses, so the gradient
-    has no bias towards short correct and long incorrect ones (Dr. GRPO, arXiv:2503.20783, section
-    3.2).
+    as the maximum number of tokens of a response. Neither depends on the length of responses, so
+    the gradient has no bias towards short correct and long incorrect responses (Dr. GRPO,
+    arXiv:2503.20783, section 3.2).
 
     Raises:
-        ValueError: ``length`` is not above zero, ``denom`` is not while rows are selected, or the
-            tensors do not fit.
+        ValueError: ``length`` is not above zero, ``denom`` is not above zero while rows are
+            selected, or the tensors do not fit.
     """
     if not length > 0:
         raise ValueError(f"length is {length}; expected a number of tokens, above 0")
@@ -88,7 +88,7 @@ def _masked_sum(x: Tensor, mask: Tensor, denom: SupportsFloat, counted: str) -> 
         raise ValueError(f"denom has shape {tuple(denom.shape)}; expected a single number")
     x = upcast(x)
     if denom == 0 and not mask.any():
-        return x.where(mask, 0.0).sum()  # nothing is trained anywhere: zero, with its graph
+        return x.where(mask, 0.0).sum()  # no rank trains anything: zero, but with a graph
     if not denom > 0:
         raise ValueError(f"denom is {denom}; expected the number of trained {counted}, above 0")
     return x.where(mask, 0.0).sum() / denom

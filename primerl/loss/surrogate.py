@@ -1,9 +1,10 @@
-"""Policy-gradient surrogates: one loss per token, with or without a bound on the ratio.
+"""Policy-gradient surrogate losses per token, with or without a bound on the ratio.
 
-Each takes ``(logprobs[t], behavior_logprobs[t], advantages[t])`` and returns ``(loss[t], aux)``.
-``ratio=`` replaces the importance ratio by another function of both logprobs, such as one over
-whole sequences. Where trainer and sampler agree, the gradient of each is that of REINFORCE,
-``-A d logprobs``. Surrogates bounded by probabilities are in ``trust_region``.
+Each surrogate takes ``(logprobs[t], behavior_logprobs[t], advantages[t])`` and returns
+``(loss[t], aux)``. ``ratio=`` replaces the token's importance ratio by another function of both
+logprobs, such as ``sequence_ratio``. Where trainer and sampler agree, every surrogate has the
+gradient of REINFORCE, ``-A d logprobs``. Surrogates that bound probabilities instead of ratios are
+in ``trust_region``.
 """
 
 import math
@@ -37,14 +38,14 @@ def reinforce(
     *,
     ratio: Ratio = token_ratio,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """The importance-weighted policy gradient: ``-A r``.
+    """The importance-weighted policy-gradient loss: ``-A r``.
 
-    Its gradient is ``-A r d logprobs``: unbiased for each token's own distribution, of unbounded
-    variance. For plain REINFORCE, without a correction, pass ``logprobs.detach()`` as
+    Its gradient is ``-A r d logprobs``, which is unbiased for each token's own distribution but has
+    unbounded variance. For plain REINFORCE, without a correction, pass ``logprobs.detach()`` as
     ``behavior_logprobs``.
 
-    Source: REINFORCE (Williams, 1992); weighted: PPO, arXiv:1707.06347, equation 6.
-    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is clamped at +-20 (in every surrogate).
+    Source: REINFORCE (Williams, 1992); with the weight: PPO, arXiv:1707.06347, equation 6.
+    ``aux["log_ratio_limited"]`` is 1 where the log-ratio is clamped at +-20, as in every surrogate.
 
     Raises:
         ValueError: shapes or dtypes differ, or an input from the sampler is not finite.
@@ -64,11 +65,11 @@ def clipped(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """The clipped surrogate: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``.
+    """The clipped surrogate of PPO: ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``.
 
-    With ``dual_clip=c``, tokens of negative advantage give at most ``-c A``: the loss is
-    ``-max(min(r A, clip(r) A), c A)`` there, because that side of the clip leaves r unbounded. Such
-    a token, which became much likelier and is bad, then has no gradient.
+    Where the advantage is negative, the minimum leaves large r unbounded. With ``dual_clip=c``, the
+    loss of such tokens is at most ``-c A``: it is ``-max(min(r A, clip(r) A), c A)``. A bad token
+    that became much likelier then has no gradient.
 
     Source: PPO, arXiv:1707.06347, equation 7; separate bounds: DAPO, arXiv:2503.14476,
     equation 10; dual clip: arXiv:1912.09729, equation 5. ``aux["clipped"]`` is 1 where a clip
@@ -76,8 +77,8 @@ def clipped(
 
     Raises:
         ValueError: a clip is negative, ``clip_low`` is above 1, ``dual_clip`` is not above 1, one
-            of them is out of reach of clamped ratios (1.0, infinity and None mean no bound), or
-            the tensors do not fit.
+            of these is out of reach of clamped ratios (1.0, infinity and None, respectively, mean
+            no bound), or the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
     if dual_clip is not None:
@@ -100,18 +101,18 @@ def gspo(
     clip_high: float = 4e-4,
     all_sum: AllSum = identity,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """The clipped surrogate with the ratio of the whole sequence.
+    """The clipped surrogate with the ratio of the whole sequence, as in GSPO.
 
-    ``clipped`` with ``sequence_ratio``: a sequence is clipped as a whole. The ratio is a geometric
-    mean over tokens, hence the small clips. Reduce with ``sequence_mean``. On long sequences the
-    mismatch between trainer and sampler alone exceeds these clips, always on the same side: pass
-    the trainer's logprobs at the start of the step as ``behavior_logprobs``, and correct for the
-    sampler separately.
+    This is ``clipped`` with ``sequence_ratio``, so a sequence is clipped as a whole. The ratio is a
+    geometric mean over tokens, hence the small clips. Reduce with ``sequence_mean``. On long
+    sequences, the mismatch between trainer and sampler alone exceeds these clips, always on the
+    same side. So pass the trainer's logprobs at the start of the step as ``behavior_logprobs``, and
+    correct for the sampler separately.
 
     Source: GSPO, arXiv:2507.18071, equation 5; the clips are those of its section 5.1.
 
     Raises:
-        ValueError: as ``clipped`` and ``sequence_ratio``.
+        ValueError: ``clipped`` or ``sequence_ratio`` raises it.
     """
     for name, x in (("behavior_logprobs", behavior_logprobs), ("advantages", advantages)):
         require_finite(name, x, loss_mask)
@@ -141,15 +142,16 @@ def cispo(
 ) -> tuple[Float[Tensor, " t"], Aux]:
     """REINFORCE with a clipped importance weight: ``-sg(clip(r, 1 - low, 1 + high)) A logprobs``.
 
-    The weight carries no gradient, so every token keeps its gradient, however far it moved. By
-    default the weight is bounded from above only, at 5.
+    The weight carries no gradient, so a token keeps its gradient however far its probability moved.
+    By default the weight is bounded from above only, at 5.
 
-    Source: CISPO, MiniMax-M1, arXiv:2506.13585, equations 4 and 5 (which leaves the lower side
-    open and gives no number for the upper; a bound of 5 is used with ScaleRL, arXiv:2510.13786).
+    Source: CISPO, MiniMax-M1, arXiv:2506.13585, equations 4 and 5. The paper has no lower bound and
+    gives no number for the upper one; a bound of 5 is used with ScaleRL, arXiv:2510.13786.
     ``aux["clipped"]`` is 1 where the weight was clipped.
 
     Raises:
-        ValueError: as ``clipped``.
+        ValueError: a clip is negative, ``clip_low`` is above 1, a clip is out of reach of clamped
+            ratios (1.0 and infinity, respectively, mean no bound), or the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
     r = ratio_by(ratio, logprobs, behavior_logprobs).detach()
@@ -168,12 +170,12 @@ def topr(
 ) -> tuple[Float[Tensor, " t"], Aux]:
     """Tapered off-policy REINFORCE: ``-sg(w) A logprobs`` with w = 1 if A > 0, else min(r, 1).
 
-    Good rollouts keep their full weight, also where the policy would hardly sample them; bad ones
-    only as far as it still would.
+    Rollouts with a positive advantage keep their full weight, even where the policy would hardly
+    sample them now. The others are weighted only as far as the policy would still sample them.
 
-    Source: TOPR, arXiv:2503.14286, section 3, whose ratio is that of the trajectory:
+    Source: TOPR, arXiv:2503.14286, section 3. The paper uses the ratio of the trajectory:
     ``ratio=functools.partial(sequence_ratio, loss_mask=..., sequence_ids=...,
-    length_normalized=False)``. ``aux["clipped"]`` is 1 where r is cut to 1.
+    length_normalized=False)``. ``aux["clipped"]`` is 1 where r is clipped to 1.
 
     Raises:
         ValueError: the tensors do not fit.
@@ -195,12 +197,12 @@ def sapo(
     gate_positive: float = 1.0,
     gate_negative: float = 1.05,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """A soft gate instead of a clip: ``-(4/tau) sigmoid(tau (r - 1)) A``.
+    """The policy gradient with a soft gate instead of a clip: ``-(4/tau) sigmoid(tau (r - 1)) A``.
 
     tau is ``gate_positive`` where A > 0 and ``gate_negative`` elsewhere. The gradient is that of
-    REINFORCE times ``r sech^2(tau (r - 1) / 2)``: 1 on policy, fading as r leaves 1.
+    REINFORCE times ``r sech^2(tau (r - 1) / 2)``, which is 1 on policy and fades as r leaves 1.
 
-    Source: SAPO, arXiv:2511.20347, with its temperatures.
+    Source: SAPO, arXiv:2511.20347; the default temperatures are those of the paper.
 
     Raises:
         ValueError: a gate is not above 0, or the tensors do not fit.
@@ -227,21 +229,22 @@ def decoupled(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """Decoupled PPO: a trust region around recent weights, and a correction for older samplers.
+    """Decoupled PPO: a trust region around recent weights, with a correction for stale samplers.
 
         -w min(u A, clip(u, 1 - clip_low, 1 + clip_high) A)
         w = exp(proximal_logprobs - behavior_logprobs),  u = exp(logprobs - proximal_logprobs)
 
-    ``proximal_logprobs`` are the trainer's own at the start of the step. w is detached and not
-    truncated; to truncate it, multiply ``clipped(logprobs, proximal_logprobs, advantages)`` by a
-    correction such as ``token_tis(proximal_logprobs, behavior_logprobs)``.
+    ``proximal_logprobs`` are the trainer's own logprobs at the start of the step. w is detached and
+    not truncated. To truncate it, multiply ``clipped(logprobs, proximal_logprobs, advantages)`` by
+    a correction such as ``token_tis(proximal_logprobs, behavior_logprobs)``.
 
     Source: the decoupled clipped objective of arXiv:2110.00641; for asynchronous RL: AReaL,
     arXiv:2505.24298.
     ``aux["clipped"]`` is 1 where the clip stops the gradient.
 
     Raises:
-        ValueError: as ``clipped``.
+        ValueError: a clip is negative, ``clip_low`` is above 1, a clip is out of reach of clamped
+            ratios (1.0 and infinity, respectively, mean no bound), or the tensors do not fit.
     """
     _require_clips(clip_low, clip_high)
     u = ratio_by(ratio, logprobs, proximal_logprobs)
@@ -256,7 +259,7 @@ def _clipped(
 ) -> tuple[Tensor, Aux]:
     free = r * advantages
     bounded = r.clamp(1 - clip_low, 1 + clip_high) * advantages
-    # Not torch.minimum, whose gradient differs between versions of torch where both are equal.
+    # Not torch.minimum: where both are equal, its gradient differs between versions of torch.
     stopped = bounded < free
     objective = torch.where(stopped, bounded, free)
     if dual_clip is not None:
@@ -267,7 +270,10 @@ def _clipped(
 
 
 def _constant(x: Tensor) -> Tensor:
-    """A factor without gradient, 0 where it is not finite: the logprob shows such a row."""
+    """A detached factor, with 0 where it is not finite.
+
+    The logprob that it multiplies is not finite there either, so the row still shows in the loss.
+    """
     return x.where(x.isfinite(), x.new_zeros(()))
 
 

@@ -1,8 +1,8 @@
-"""Policy gradients inside a trust region of probabilities, not of ratios.
+"""Policy-gradient losses with a trust region of probabilities, not of ratios.
 
-A ratio clip lets a token's probability move in proportion to itself, so it excludes rare tokens,
-whose ratio is large while their probability hardly moves. These losses bound how far the
-probability itself moved: ``p - mu``, of the policy now and of the weights that sampled.
+A ratio clip lets a token's probability move in proportion to itself. So it excludes rare tokens,
+whose ratio becomes large while their probability hardly moves. These losses bound the change of the
+probability itself, ``p - mu``, where p is that of the policy now and mu that of the sampler.
 """
 
 import math
@@ -26,15 +26,15 @@ def dppo(
     mask_low: float = 0.2,
     mask_high: float = 0.2,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """The policy gradient inside a total-variation trust region: ``-A r``, dropped outside.
+    """The policy-gradient loss inside a total-variation trust region: ``-A r``, dropped outside.
 
-    With p and mu the probabilities that the policy and the sampler give the token, a token is
+    Let p and mu be the probabilities that the policy and the sampler give the token. A token is
     dropped (loss and gradient 0) where ``A > 0 and p - mu > mask_high``, or ``A <= 0 and
-    p - mu < -mask_low``: where the step would move p further from mu. The gradient flows through
+    p - mu < -mask_low``: there, the step would move p further from mu. The gradient flows through
     ``r``.
 
     Source: DPPO, arXiv:2602.04879 (binary total variation); the bounds of 0.2 are those of
-    prime-rl. ``aux["dropped"]`` is 1 for such a token.
+    prime-rl. ``aux["dropped"]`` is 1 for a dropped token.
 
     Raises:
         ValueError: a bound is neither within [0, 1) nor infinite, or the tensors do not fit.
@@ -55,13 +55,13 @@ def ipo(
     ratio: Ratio = token_ratio,
     threshold: float = 0.1,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """``dppo`` with a symmetric region: ``-A r``, dropped where ``|p - mu| > threshold``.
+    """The ``dppo`` loss with a symmetric region: ``-A r``, dropped where ``|p - mu| > threshold``.
 
     A token outside the region is dropped whatever the sign of its advantage, so its own gradient
     can't bring it back either.
 
-    Source: the loss of that name in prime-rl (github.com/PrimeIntellect-ai/prime-rl), after the
-    trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for such a token.
+    Source: the loss named ``ipo`` in prime-rl (github.com/PrimeIntellect-ai/prime-rl), after the
+    trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for a dropped token.
 
     Raises:
         ValueError: ``threshold`` is neither within [0, 1) nor infinite, or the tensors do not fit.
@@ -80,19 +80,19 @@ def distill(
     ratio: Ratio = token_ratio,
     mask_low: float = 0.2,
 ) -> tuple[Float[Tensor, " t"], Aux]:
-    """On-policy distillation: the policy gradient with ``ref_logprobs - logprobs`` as advantage.
+    """The loss of on-policy distillation, with ``ref_logprobs - logprobs`` as the advantage.
 
         -sg(ref_logprobs - logprobs) r,   dropped where p - mu < -mask_low
 
     In expectation over the policy's own tokens, this is the gradient of the reverse KL divergence
     to the teacher at each token, given its prefix: a token isn't credited with the divergence of
-    later ones. A token whose probability fell too far is dropped, also where the teacher would
-    raise it. The teacher is another model (OPD) or the policy itself under a prompt with a
+    later tokens. A token whose probability fell too far is dropped, even where the teacher would
+    raise it. The teacher is another model (OPD), or the policy itself under a prompt with a
     demonstration (SDFT).
 
     Source: Thinking Machines Lab, "On-policy distillation" (2025), which is MiniLLM
     (arXiv:2306.08543) without the rewards of later tokens; on-policy data for distillation:
-    arXiv:2306.13649; self-distillation: arXiv:2601.19897; the region: prime-rl.
+    arXiv:2306.13649; self-distillation: arXiv:2601.19897; the trust region: prime-rl.
     ``aux["dropped"]`` is 1 for a dropped token, ``aux["ref_kl"]`` is ``logprobs - ref_logprobs``.
 
     Raises:
@@ -106,16 +106,16 @@ def distill(
 
 
 def _require_shift(name: str, value: float) -> None:
-    """A probability can't move by 1, so such a bound would never drop a token."""
+    """Refuse a bound of 1 or more: a probability can't move that far, so no token is dropped."""
     if not (0 <= value < 1 or value == math.inf):
         raise ValueError(
-            f"{name}={value}: expected the most that a probability may move, from 0 to less than 1 "
-            "(math.inf for no bound)"
+            f"{name}={value}: expected the largest allowed change of a probability, at least 0 and "
+            "less than 1 (math.inf for no bound)"
         )
 
 
 def _shift(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """How far the token's probability moved: ``p - mu``."""
+    """The change of the token's probability since it was sampled: ``p - mu``."""
     return (upcast(logprobs).exp() - upcast(behavior_logprobs).exp()).detach()
 
 

@@ -1,8 +1,8 @@
-"""Packing: training samples into equally many micro-batches for every rank.
+"""Packing of training samples into equally many micro-batches for every rank.
 
-``bins`` decides what goes where (numpy alone); ``pack`` builds the ``PackedBatch`` values, the
-seam between the host, where entry i describes token i, and the device, where row j predicts the
-token after it; ``unpack`` leads back.
+``bins`` assigns samples to micro-batches and ranks, with numpy alone. ``pack`` builds the
+``PackedBatch`` values. It converts from the layout of the host, where entry i describes token i,
+to that of the device, where row j predicts the token after it. ``unpack`` converts results back.
 """
 
 from primerl.packing.batch import PackedBatch, minibatches, pack, unpack

@@ -1,4 +1,4 @@
-"""``PackedBatch``: the seam between host and device."""
+"""Micro-batches of packed documents: ``PackedBatch``, ``pack`` and ``unpack``."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +17,27 @@ from primerl.types import NOT_SAMPLED, TrainingSample
 
 OPTIONAL = ("ref_logprobs", "weights", "ref_top_ids", "ref_top_logprobs")
 FILLING = -1
-"""The sample of rows that belong to none."""
+"""The ``sample_ids`` entry of padding rows, which belong to no sample."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class PackedBatch:
-    """One micro-batch: documents laid end to end, one row per token.
+    """One micro-batch of documents laid end to end, with one row per token.
 
-    Row j holds token j and describes the prediction that it makes: ``labels[j]`` is token j+1, and
-    the mask, logprob, advantage, version and temperature are those of token j+1. The last row of a
-    document predicts nothing and is masked. So nothing downstream shifts, and slicing rows across
-    devices is plain indexing. Logprobs and advantages are 0 in every masked row; ``weights`` are of
-    tokens in a further loss, whether they were sampled or not.
+    Row j holds token j and describes its prediction: ``labels[j]`` is token j+1, and the mask,
+    logprob, advantage, version and temperature are those of token j+1. The last row of a document
+    predicts nothing and is masked. So later code never shifts tensors, and slices rows across
+    devices by plain indexing. Logprobs and advantages are 0 in every masked row. ``weights`` are
+    the weights of tokens in another loss, whether they were sampled or not.
     """
 
     token_ids: Int64[Tensor, " t"]
     position_ids: Int64[Tensor, " t"]
-    """Each token's position in its document. A document begins where a position does not follow the
-    one before; if it begins at n > 0, it shares the first n tokens of the document before it."""
+    """Each token's position in its document. A document begins wherever a position does not follow
+    the position before it. If it begins at n > 0, it shares the first n tokens of the document
+    before it."""
     cu_seqlens: Int32[Tensor, " bounds"]
-    """Cumulative lengths of documents: ``[s+1]``."""
+    """Cumulative lengths of the s documents: ``[s+1]``."""
     labels: Int64[Tensor, " t"]
     loss_mask: Bool[Tensor, " t"]
     behavior_logprobs: Float32[Tensor, " t"]
@@ -46,30 +47,30 @@ class PackedBatch:
     sequence_ids: Int64[Tensor, " t"]
     """The document of each row, 0 to s-1."""
     sample_ids: Int64[Tensor, " t"] | None = None
-    """The sample of each row, by its place among those that were packed; -1 in rows that fill up.
-    Documents are numbered in each batch anew, samples over all batches."""
+    """The sample of each row, as its index among the samples given to ``pack``; -1 in padding rows.
+    ``sequence_ids`` start at 0 in each batch, ``sample_ids`` are unique over all batches."""
     ref_logprobs: Float32[Tensor, " t"] | None = None
     weights: Float32[Tensor, " t"] | None = None
     ref_top_ids: Int64[Tensor, "t k"] | None = None
-    """Tokens that a reference finds likeliest, in place of the label."""
+    """The k tokens that the reference model finds likeliest in place of the label."""
     ref_top_logprobs: Float32[Tensor, "t k"] | None = None
     routes: str | None = None
-    """Where the expert routes of samples lie, where any were recorded: JSON ``{"n": [references]}``
-    for sample n of ``sample_ids``. ``replay.fetch`` reads the rows of this part of a batch."""
+    """References to the recorded expert routes, if any, as JSON ``{"n": [references]}`` for sample
+    n of ``sample_ids``. ``replay.fetch`` reads the routes of this batch's rows."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The same batch on another device."""
+        """Copy the batch to another device."""
         moved: dict[str, Any] = {
             name: x.to(device, non_blocking=True) for name, x in self._tensors().items()
         }
         return attrs.evolve(self, **moved)
 
     def split(self, parts: int) -> list["PackedBatch"]:
-        """Equal, contiguous parts of the rows, for ranks that share documents.
+        """Split the rows into equal, contiguous parts, for ranks that share documents.
 
-        Where the rows do not divide by ``parts``, a document of masked rows is added at the end.
-        Every part has the ``cu_seqlens`` of the whole pack, so documents may begin in one part and
-        end in another, and keeps its documents' ``sequence_ids``.
+        If the number of rows is not a multiple of ``parts``, a document of masked rows is added at
+        the end. A document may begin in one part and end in another, so every part has the
+        ``cu_seqlens`` of the whole pack and keeps the ``sequence_ids`` of its rows.
 
         Raises:
             ValueError: ``parts`` is below 1.
@@ -88,7 +89,7 @@ class PackedBatch:
         if rows == 0:
             return self
         values: dict[str, Any] = {
-            "token_ids": int(self.token_ids[0]),  # any token of the vocabulary
+            "token_ids": int(self.token_ids[0]),  # any valid token
             "versions": NOT_SAMPLED,
             "temperature": 1.0,
             "sequence_ids": len(self.cu_seqlens) - 1,
@@ -107,15 +108,15 @@ class PackedBatch:
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def _rows(self) -> dict[str, Tensor]:
-        """The fields that have an entry for each row."""
+        """The fields that have one entry per row."""
         return {name: x for name, x in self._tensors().items() if name != "cu_seqlens"}
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
-    """Divide the samples of a step into ``count`` lists of neighbors, for as many optimizer steps.
+    """Split the samples of a step, in order, into ``count`` minibatches of one optimizer step each.
 
-    Their lengths differ by at most one. Of fewer samples than ``count``, some lists are empty; of
-    none, as on ranks other than 0, all are.
+    Their lengths differ by at most one. If there are fewer samples than ``count``, some minibatches
+    are empty. On ranks other than 0, which have no samples, all are empty.
 
     Raises:
         ValueError: ``count`` is below 1.
@@ -135,34 +136,34 @@ def pack(
     too_long: Literal["raise", "alone"] = "raise",
     share_prefixes: bool = False,
 ) -> list[list[PackedBatch]]:
-    """Pack samples into micro-batches: a list for each rank, all of the same length.
+    """Pack samples into micro-batches: one list per rank, all of the same length.
 
-    Every sample is in exactly one batch, whole; ``bins`` assigns them. Where there are too few
-    samples, a rank gets a batch of one masked token, so that all ranks make the same collective
-    calls.
+    Every sample is in exactly one micro-batch, undivided; ``bins`` assigns them. If there are too
+    few samples, a rank gets a micro-batch of one masked token, so that all ranks make the same
+    collective calls.
 
     Args:
-        samples: what ``advantage.assign`` returns.
-        max_tokens: the most tokens in a micro-batch.
+        samples: the samples that ``advantage.assign`` returns.
+        max_tokens: the maximum number of tokens in a micro-batch.
         ranks: number of data-parallel ranks.
-        cost: of samples, given an array of their lengths, such as
-            ``functools.partial(flops.training, model.config)``; their lengths by default.
-        too_long: a sample longer than ``max_tokens`` raises (``"raise"``) or gets a micro-batch of
-            its own (``"alone"``). To skip such samples, leave them out of ``samples``.
-        share_prefixes: pack untrained tokens that samples of a micro-batch share at the beginning,
-            such as a group's prompt, once. Logprobs and gradients are the same, for less
+        cost: maps an array of sample lengths to their costs, such as
+            ``functools.partial(flops.training, model.config)``. By default the cost is the length.
+        too_long: what to do with a sample longer than ``max_tokens``: ``"raise"`` an error, or pack
+            it ``"alone"`` in a micro-batch. To skip such samples, leave them out of ``samples``.
+        share_prefixes: pack only once the untrained tokens that samples of a micro-batch share at
+            their beginning, such as a group's prompt. Logprobs and gradients are the same, for less
             computation. ``loss.model_logprobs`` supports it, flash attention does not.
 
     Raises:
         ValueError: a sample is longer than ``max_tokens`` (unless ``too_long="alone"``), only some
-            samples have ``ref_logprobs`` or another optional field, or they have top tokens of
-            different numbers, or ``bins`` refuses an argument.
+            samples have ``ref_logprobs`` or another optional field, samples have different numbers
+            of top tokens, or ``bins`` refuses an argument.
     """
     for name in OPTIONAL:
         if len({getattr(sample, name) is None for sample in samples}) > 1:
             raise ValueError(f"some samples have {name} and some have not; pack them separately")
         if len({np.shape(getattr(sample, name))[1:] for sample in samples}) > 1:
-            raise ValueError(f"samples have {name} of different widths; pack them separately")
+            raise ValueError(f"samples have {name} of different widths; pack each separately")
     how: dict[str, Any] = {
         "max_tokens": max_tokens,
         "ranks": ranks,
@@ -192,7 +193,7 @@ def unpack(
     rows: Sequence[Sequence[Mapping[str, Tensor]]],
     samples: Sequence[TrainingSample],
 ) -> list[dict[str, np.ndarray]]:
-    """What was computed for each row, by sample: the way back from ``pack``.
+    """Convert values per row back to arrays per sample, the inverse of ``pack``.
 
         packed = packing.pack(samples, ...)
         ...
@@ -200,30 +201,30 @@ def unpack(
         per_token = packing.unpack(packed, rows, samples)  # [{"logprobs": [t], ...}, ...]
 
     Args:
-        packed: what ``pack`` returned.
-        rows: of each of its batches, tensors ``[t]`` by name; rows after those of the batch, which
-            ``split`` adds, are left out. Empty on ranks other than 0.
-        samples: that were packed, in the same order.
+        packed: the result of ``pack``.
+        rows: for each batch of ``packed``, tensors ``[t]`` by name. Padding rows at the end, which
+            ``split`` adds, are ignored. Empty on ranks other than 0.
+        samples: the samples that were packed, in the same order.
 
     Returns:
         For each sample, float32 arrays ``[t]`` by name. Entry i belongs to token i, which row i-1
-        predicts; it is 0 where token i is not trained. Tensors ``[t, k]`` become arrays ``[t, k]``.
+        predicts. It is 0 where token i is not trained. Tensors ``[t, k]`` become arrays ``[t, k]``.
 
     Raises:
-        ValueError: ``rows`` does not fit to ``packed``, or that not to ``samples``.
+        ValueError: ``rows`` does not fit ``packed``, or ``packed`` does not fit ``samples``.
     """
     batches = [batch for mine in packed for batch in mine]
     found = [values for mine in rows for values in mine]
     if len(batches) != len(found):
-        raise ValueError(f"there are rows of {len(found)} batches; expected {len(batches)}")
+        raise ValueError(f"rows has values of {len(found)} batches; expected {len(batches)}")
     result: list[dict[str, np.ndarray]] = [{} for _ in samples]
     for batch, values in zip(batches, found, strict=True):
         if batch.sample_ids is None:
-            raise ValueError("a batch has no sample_ids; expected one that pack returned")
+            raise ValueError("a batch has no sample_ids; expected a batch that pack returned")
         sample_ids = batch.sample_ids.numpy(force=True)
         if sample_ids.max() >= len(samples):
             raise ValueError(
-                f"a batch has sample {sample_ids.max()}; expected {len(samples)} samples"
+                f"packed has sample {sample_ids.max()}, but only {len(samples)} samples were given"
             )
         trained = batch.loss_mask.numpy(force=True)
         tokens = batch.position_ids.numpy(force=True) + 1
@@ -260,7 +261,10 @@ def _masked_token(like: TrainingSample) -> TrainingSample:
 def _concatenate(
     members: Sequence[tuple[TrainingSample, int]], numbers: Sequence[int]
 ) -> PackedBatch:
-    """Samples with their numbers end to end, without the tokens shared with the one before."""
+    """Lay samples end to end, each without the tokens that it shares with the sample before it.
+
+    ``members`` are samples with their number of shared tokens, ``numbers`` their ``sample_ids``.
+    """
     samples = [sample for sample, _ in members]
     starts = np.array([shared for _, shared in members])
     lengths = np.array([len(sample.token_ids) for sample in samples]) - starts

@@ -1,4 +1,4 @@
-"""Bin packing: which samples share a micro-batch, and which rank gets it."""
+"""Bin packing of samples into micro-batches, balanced over ranks."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 RAISES = 160
-"""About how often ``_balance`` makes micro-steps more expensive: more is finer, and slower."""
+"""About how many rounds ``_balance`` takes: more rounds balance better, and are slower."""
 
 
 def bins(
@@ -21,33 +21,33 @@ def bins(
 ) -> list[list[list[int]]]:
     """Assign samples to micro-batches of at most ``max_tokens``, equally many for each rank.
 
-    Ranks run in lockstep, so a micro-step takes as long as its most expensive rank, and a packing
-    costs
+    Ranks run in lockstep, so a micro-step takes as long as its most expensive rank. The cost of a
+    packing is
 
         sum over micro-steps of max over ranks of (the cost of the rank's samples),
 
-    at best the total cost / ``ranks``. Best fit decreasing determines the number of micro-steps.
-    Samples are then placed where ranks would wait (``_balance``), and the cheaper of this packing
-    and best fit's is returned: the latter where micro-batches are too full to balance. The same
-    arguments give the same packing.
+    which is at best the total cost / ``ranks``. Best fit decreasing determines the number of
+    micro-steps. A second packing with this number places samples where ranks would otherwise wait
+    (``_balance``). The cheaper of the two is returned; it is that of best fit where micro-batches
+    are too full to balance. The same arguments give the same packing.
 
     Args:
-        lengths: tokens of each sample: whole numbers, at least 1.
+        lengths: number of tokens of each sample, at least 1.
         max_tokens: the capacity of a micro-batch, in tokens.
         ranks: number of ranks that run in lockstep.
-        cost: of samples, elementwise from an int64 array of their lengths, such as
-            ``lambda n: n + n * n / 8192``, or a function of one length. By default the length.
-        too_long: a sample longer than ``max_tokens`` raises (``"raise"``) or gets a micro-batch of
-            its own (``"alone"``).
+        cost: maps an int64 array of sample lengths to costs, such as
+            ``lambda n: n + n * n / 8192``, or one length to one cost. By default, the length.
+        too_long: what to do with a sample longer than ``max_tokens``: ``"raise"`` an error, or pack
+            it ``"alone"`` in a micro-batch.
 
     Returns:
-        ``result[rank][micro_step]`` is a list of sample indices. Every index appears once. A list
-        is empty where there are fewer samples than micro-batches.
+        ``result[rank][micro_step]`` is a list of sample indices. Every index appears once. Lists
+        are empty if there are fewer samples than micro-batches.
 
     Raises:
         ValueError: a length is not a whole number above 0, a cost is negative or not finite, a
             sample is longer than ``max_tokens`` (unless ``too_long="alone"``), ``too_long`` is
-            something else, or ``max_tokens`` or ``ranks`` is below 1.
+            neither ``"raise"`` nor ``"alone"``, or ``max_tokens`` or ``ranks`` is below 1.
     """
     tokens = check(lengths, max_tokens=max_tokens, ranks=ranks, too_long=too_long)
     return assign(tokens, costs_of(cost, tokens), max_tokens=max_tokens, ranks=ranks)
@@ -60,7 +60,7 @@ def assign(
     max_tokens: int,
     ranks: int,
 ) -> list[list[list[int]]]:
-    """``bins`` of checked lengths, with their costs."""
+    """``bins`` for lengths that have been checked, given their costs."""
     if len(tokens) == 0:
         return [[] for _ in range(ranks)]
     longest_first = np.argsort(-tokens, kind="stable")
@@ -72,7 +72,7 @@ def assign(
     plans = [_fed(fitted, tokens, steps * ranks, halves) for halves in (True, False)]
     if len(tokens) < steps * ranks:  # some stay empty: the cost decides which
         plans.append(fitted)
-    for spread in (True, False) if ranks > 1 else ():  # one rank waits for nobody
+    for spread in (True, False) if ranks > 1 else ():  # one rank never waits
         balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
         if balanced is not None:
             plans.append(balanced)
@@ -89,7 +89,7 @@ def assign(
 
 
 def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) -> float:
-    """The cost of a packing: the sum over micro-steps of the most expensive rank's."""
+    """The cost of a packing: the sum over micro-steps of the most expensive rank's cost."""
     by_rank = [[float(costs[members].sum()) for members in steps] for steps in plan]
     return float(sum(max(step) for step in zip(*by_rank, strict=True)))
 
@@ -97,14 +97,14 @@ def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) ->
 def check(
     lengths: Sequence[Any] | np.ndarray, *, max_tokens: int, ranks: int, too_long: str
 ) -> Int64[np.ndarray, " n"]:
-    """The lengths as an array; raises what ``bins`` raises."""
+    """Return the lengths as an array, after checking the arguments as ``bins`` documents."""
     if max_tokens < 1 or ranks < 1:
         raise ValueError(f"max_tokens={max_tokens} and ranks={ranks} must be at least 1")
     if too_long not in ("raise", "alone"):
         raise ValueError(f'too_long is {too_long!r}; expected "raise" or "alone"')
     given = np.asarray(lengths)
     if given.ndim != 1:
-        raise ValueError(f"lengths has shape {given.shape}; expected one number for each sample")
+        raise ValueError(f"lengths has shape {given.shape}; expected one number per sample")
     wrong = np.ones(len(given), bool)
     if given.dtype.kind in "iuf":
         wrong = ~(np.isfinite(given) & (given >= 1) & (given == np.floor(given)))
@@ -117,7 +117,7 @@ def check(
         index = int((given > max_tokens).argmax())
         raise ValueError(
             f"sample {index} has {given[index]} tokens, more than max_tokens={max_tokens}; raise "
-            'it, leave such samples out, or pass too_long="alone" for micro-batches of their own'
+            'max_tokens, leave such samples out, or pass too_long="alone" to pack each by itself'
         )
     return given.astype(np.int64)
 
@@ -125,14 +125,14 @@ def check(
 def costs_of(
     cost: Callable[..., Any] | None, tokens: Int64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, " n"]:
-    """The cost of each length; refuses one that is negative or not finite."""
+    """Compute the cost of each length, and check that it is finite and not negative."""
     if cost is None:
         return tokens.astype(np.float64)
     costs = None
-    if len(tokens) > 1:  # an array of one element may pass for a number
+    if len(tokens) > 1:  # a function of one length may accept an array of one
         try:
             costs = np.asarray(cost(tokens), np.float64)
-        except (TypeError, ValueError):  # it takes one length, or raises again below
+        except (TypeError, ValueError):  # cost takes one length, or raises again below
             costs = None
     if costs is None or costs.shape != tokens.shape:
         costs = np.array([float(cost(length)) for length in tokens.tolist()])
@@ -146,7 +146,7 @@ def costs_of(
 
 
 def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndarray, " n"]:
-    """Best fit decreasing: the longest first, each into the fullest micro-batch with room."""
+    """Best fit decreasing: put the longest sample first into the fullest micro-batch with room."""
     numbers: list[int] = []
     rooms: list[int] = []  # room * len(tokens) + micro-batch, ascending: integers compare fast
     base, opened = len(tokens), 0
@@ -165,9 +165,9 @@ def _best_fit(tokens: Int64[np.ndarray, " n"], max_tokens: int) -> Int64[np.ndar
 def _fed(
     plan: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"], size: int, halves: bool
 ) -> Int64[np.ndarray, " n"]:
-    """The plan without empty micro-batches: each gets samples of the one with the most tokens.
+    """Fill each empty micro-batch with samples of the micro-batch that has the most tokens.
 
-    It gets half of them, or only the shortest.
+    It gets half of these samples if ``halves``, otherwise only the shortest sample.
     """
     plan = plan.copy()
     counts = np.bincount(plan, minlength=size)
@@ -193,21 +193,21 @@ def _balance(
     steps: int,
     spread: bool,
 ) -> Int64[np.ndarray, " n"] | None:
-    """The micro-batch of each sample, placed where a rank would wait; None if room runs out.
+    """Place samples where a rank would wait, and return their micro-batches; None if room runs out.
 
-    Longest first, starting with one for each micro-batch. A rank waits for the most expensive rank
-    of its micro-step; the wait is the difference of their costs. Where waits cover the cost of the
-    next samples, these are placed there for free. Otherwise they make a micro-step more expensive,
-    with one sample for each of its ranks: with ``spread`` the micro-step with the fewest tokens,
-    which is cheapest while there is room; without, the one with the longest wait, which keeps the
-    remaining room together.
+    The longest samples come first, beginning with one per micro-batch. A rank waits for the most
+    expensive rank of its micro-step; the wait is the difference of their costs. If a wait covers
+    the cost of the next sample, the sample is placed there for free. Otherwise, a micro-step is
+    made more expensive, with one sample for each of its ranks. With ``spread``, this is the
+    micro-step with the fewest tokens, which is cheapest while there is room. Without ``spread``, it
+    is the micro-step with the longest wait, which keeps the remaining room together.
     """
     size, start = steps * ranks, min(steps * ranks, len(tokens))
     plan = np.arange(len(tokens))
     spent, room = np.zeros(size), np.full(size, max_tokens)
     spent[:start] = costs[:start]
     room[:start] -= tokens[:start]
-    raised = -(-len(tokens) // (RAISES * ranks))  # micro-steps at a time
+    raised = -(-len(tokens) // (RAISES * ranks))  # micro-steps per round
     while start < len(tokens):
         by_step = spent.reshape(steps, ranks)
         wait = by_step.max(1, keepdims=True) - by_step
@@ -237,13 +237,13 @@ def _to_ranks(
     longest_first: Int64[np.ndarray, " n"],
     ranks: int,
 ) -> list[list[list[int]]]:
-    """The micro-batches of each rank; those of similar cost share a micro-step."""
+    """Distribute micro-batches over ranks, so that those of similar cost share a micro-step."""
     counts = np.bincount(plan, minlength=len(totals))
     by_number = np.split(longest_first[np.argsort(plan, kind="stable")], np.cumsum(counts)[:-1])
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
     spent = np.zeros(ranks)
     for numbers in np.argsort(-totals, kind="stable").reshape(-1, ranks):
-        # The rank with the least cost so far gets the most expensive, to balance totals too.
+        # To balance the totals too, the rank with the least cost so far gets the most expensive.
         least_first = np.argsort(spent, kind="stable")
         for rank, number in zip(least_first.tolist(), numbers.tolist(), strict=True):
             result[rank].append(sorted(by_number[number].tolist()))

@@ -1,9 +1,9 @@
-"""Prefix sharing: samples that begin with the same tokens, which are computed once.
+"""Prefix sharing: tokens that several samples begin with are computed only once.
 
-The rollouts of a group share a prompt, and the sequences of a rollout share a history. A family is
-a tree of samples, laid out depth first: the first is whole, and each other one shares the first
-tokens of the one before it, which may do so itself. Of these, only the rows that are not shared are
-packed, at the latest from the row that predicts the first trained token.
+The rollouts of a group share a prompt, and the samples of a rollout share a history. A family is a
+tree of samples, laid out depth first. The first sample is whole. Every other sample shares its
+first tokens with the sample before it, which may itself share tokens, and only the rest of its rows
+is packed. That rest begins at the latest with the row that predicts the first trained token.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from primerl.packing.binning import assign, check, costs_of, lockstep_cost
 from primerl.types import TrainingSample
 
 Member = tuple[int, int]
-"""A sample's index, and how many of its first tokens it shares with the samples before it."""
+"""A sample's index, and the number of its first tokens that it shares with the sample before it."""
 
 WORTHWHILE = 16
-"""The fewest tokens that are shared: fewer cost less than gathering their keys."""
+"""The minimum number of tokens to share: computing fewer is cheaper than gathering their keys."""
 
 HALVINGS = 6
-"""Number of family sizes that are tried."""
+"""Number of maximum family sizes that are tried, each half of the one before."""
 
 
 def family_bins(
@@ -32,11 +32,12 @@ def family_bins(
     cost: Callable[..., Any] | None,
     too_long: str,
 ) -> list[list[list[Member]]]:
-    """As ``bins``, with families kept together: ``result[rank][micro_step]`` are their members.
+    """Assign samples like ``bins``, but keep families together.
 
-    Large families save most, but a few of them are hard to balance over ranks. So smaller and
-    smaller ones are tried, down to single samples, and the cheapest packing is returned. A sample
-    that shares n tokens costs ``cost(its length) - cost(n)``.
+    ``result[rank][micro_step]`` is a list of members of families. Large families save most, but a
+    few large ones are hard to balance over ranks. So smaller and smaller families are tried, down
+    to single samples, and the cheapest packing is returned. A sample that shares n tokens costs
+    ``cost(its length) - cost(n)``.
     """
     whole = [len(sample.token_ids) for sample in samples]
     lengths = check(whole, max_tokens=max_tokens, ranks=ranks, too_long=too_long)
@@ -64,11 +65,12 @@ def family_bins(
 
 
 def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list[Member]]:
-    """Partition samples into families of at most ``capacity`` rows; the first of each is whole.
+    """Partition samples into families of at most ``capacity`` rows.
 
-    In sorted order, no earlier sample has a longer common prefix with a sample than the one before
-    it, so each sample shares the tokens of that one or starts a family. A sample never shares a
-    token that it trains, or that has a weight, so each is predicted in a row of its own.
+    The first sample of a family is whole. In sorted order, the direct predecessor of a sample has
+    the longest common prefix with it, so each sample shares tokens with its predecessor or starts a
+    new family. A sample never shares a token that it trains or that has a weight: each of these is
+    predicted in a separate row.
     """
 
     def tokens(index: int) -> bytes:
@@ -92,7 +94,11 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
 
 def _untrained(sample: TrainingSample) -> int:
-    """How many first tokens can be shared: row j predicts token j + 1, and the last row stays."""
+    """The number of first tokens that can be shared.
+
+    Row j predicts token j + 1, so the row before the first used token stays. The last row always
+    stays.
+    """
     used = sample.loss_mask
     if sample.weights is not None:
         used = used | (np.nan_to_num(sample.weights) != 0)

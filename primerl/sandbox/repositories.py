@@ -84,15 +84,15 @@ async def grade_repository(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
     header = {"modules": list(modules), "packages": list(packages)}
-    subject = pool.job("code_under_test", {}, files=repository, **limits)
+    code = pool.job("code_under_test", {}, files=repository, **limits)
     suite = pool.job("tests", header, files=tests, **limits)
     with ours, theirs:
         async with pool.turn(), pool.session() as tested, pool.session() as testing:
             # Detached, so that each end is open in one sandbox only: if that sandbox ends, the
             # other one sees the connection close.
-            subject = attrs.evolve(subject, connection=ours.detach())
+            code = attrs.evolve(code, connection=ours.detach())
             suite = attrs.evolve(suite, connection=theirs.detach())
-            answering = asyncio.ensure_future(tested.execute_at_once(subject))
+            answering = asyncio.ensure_future(tested.execute_at_once(code))
             try:
                 # Both run under one permit: with one each, the second might never get its own.
                 done = await testing.execute_at_once(suite)

@@ -263,7 +263,7 @@ def test_a_model_that_attends_by_kernels_of_its_own_is_refused():
     model = sparse_model()
     model.set_attn_implementation("of_its_own")
     _, token_ids, position_ids, labels = packed([3, 4])
-    with pytest.raises(ValueError, match="attends by of_its_own, where an indexer"):
+    with pytest.raises(ValueError, match="uses of_its_own attention, where an indexer"):
         loss.model_logprobs(model, token_ids, position_ids, labels)
 
 

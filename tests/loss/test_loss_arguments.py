@@ -78,7 +78,7 @@ def wrong(name):
             yield (
                 argument,
                 x - 1,
-                "sequence_ids has -1; expected the documents of a micro-batch, numbered from 0",
+                "sequence_ids contains -1; expected document numbers from 0",
             )
 
 
@@ -213,14 +213,18 @@ def test_a_ratio_of_another_shape_is_refused():
 def test_ids_that_are_no_numbers_of_documents_are_refused():
     x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([True, True])
 
-    with pytest.raises(ValueError, match="sequence_ids has 1099511627776; expected the documents"):
+    with pytest.raises(
+        ValueError, match="sequence_ids contains 1099511627776; expected document numbers"
+    ):
         loss.sequence_ratio(x, x, mask, torch.tensor([0, 2**40]))
 
 
 def test_an_all_sum_that_returns_nothing_is_refused():
     x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([True, True])
 
-    with pytest.raises(ValueError, match="all_sum returned None; expected the summed tensor"):
+    with pytest.raises(
+        ValueError, match="all_sum returned None; expected a tensor, like parallel.all_sum"
+    ):
         loss.sequence_ratio(x, x, mask, torch.tensor([0, 0]), all_sum=lambda x: None)
 
 

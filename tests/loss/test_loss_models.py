@@ -439,12 +439,12 @@ def test_layers_that_know_no_positions_refuse_packed_rows(rows):
         alone = [loss.model_logprobs(model, half, packed[:2], half) for half in ids.split(2)]
         torch.testing.assert_close(found, torch.cat(alone))
     else:
-        with pytest.raises(ValueError, match="is not given the documents"):
+        with pytest.raises(ValueError, match="does not receive the documents"):
             loss.model_logprobs(model, ids, packed, ids)
     if version < (5, 18):
         pytest.skip("its own call builds no mask here, so that nothing of ours sees positions")
 
-    with pytest.raises(ValueError, match="is not given the documents"):
+    with pytest.raises(ValueError, match="does not receive the documents"):
         model(
             input_ids=batch,
             position_ids=packed.expand(rows, -1),
@@ -495,7 +495,7 @@ def test_a_model_that_cannot_attend_by_document_is_refused():
     model = testing.tiny_model("bloom", n_head=4, n_layer=2)
     _, token_ids, position_ids, labels = packed([4, 6])
 
-    with pytest.raises(ValueError, match="bloom has its own attention"):
+    with pytest.raises(ValueError, match="bloom has its own attention implementation"):
         loss.model_logprobs(model, token_ids, position_ids, labels)
 
 
@@ -506,7 +506,7 @@ def test_documents_with_rope_that_depends_on_the_longest_are_refused():
     short = packed([4, 8])
     loss.model_logprobs(model, *short[1:])
 
-    with pytest.raises(ValueError, match="as its longest, which has 9 tokens, above 8"):
+    with pytest.raises(ValueError, match="like its longest, which has 9 tokens, above 8"):
         loss.model_logprobs(model, *packed([4, 9])[1:])
     loss.model_logprobs(model, *packed([9])[1:])
 

@@ -98,12 +98,12 @@ def test_what_does_not_fit_is_refused():
     (batch,) = packed[0]
     rows = torch.zeros(7)
 
-    with pytest.raises(ValueError, match="rows of 0 batches; expected 1"):
+    with pytest.raises(ValueError, match="rows has values of 0 batches; expected 1"):
         packing.unpack(packed, [[]], TWO)
     with pytest.raises(ValueError, match="logprobs has 6 rows; expected 7"):
         packing.unpack(packed, [[{"logprobs": rows[:6]}]], TWO)
-    with pytest.raises(ValueError, match="has sample 1; expected 1 samples"):
+    with pytest.raises(ValueError, match="packed has sample 1, but only 1 samples were given"):
         packing.unpack(packed, [[{"logprobs": rows}]], TWO[:1])
     unnumbered = attrs.evolve(batch, sample_ids=None)
-    with pytest.raises(ValueError, match="no sample_ids; expected one that pack returned"):
+    with pytest.raises(ValueError, match="no sample_ids; expected a batch that pack returned"):
         packing.unpack([[unnumbered]], [[{"logprobs": rows}]], TWO)

@@ -341,5 +341,5 @@ def test_a_model_that_is_called_in_parts_explains_how_to_call_it():
     from primerl.parallel.context_parallel.attention import _ulysses
 
     rows = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="Linear is not given the documents"):
+    with pytest.raises(ValueError, match="Linear does not receive the documents"):
         _ulysses(torch.nn.Linear(1, 1), rows, rows, rows, None)

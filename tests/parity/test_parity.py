@@ -321,8 +321,8 @@ LEAKING = {
     "minimax_m3_vl_text": "minimax_m3_sparse layers",
     "recurrent_gemma": "recurrent layers|linear_attention layers",
     "xlstm": "recurrent layers",
-    "bloom": "its own attention",
-    "trocr": "its own attention",
+    "bloom": "its own attention implementation",
+    "trocr": "its own attention implementation",
     "roberta": "attends to later tokens too",
 }
 
@@ -344,7 +344,7 @@ def test_what_leaks_is_refused_before_training_and_at_each_call(family):
     [
         ("mixtral", {"sliding_window": 8}, "exceeds the attention window of 8"),
         ("phimoe", {"sliding_window": 8}, "a window shorter than a document"),
-        ("doge", {}, "attends by a mask"),
+        ("doge", {}, "got a mask"),
     ],
 )
 def test_what_no_rule_covers_is_refused_when_it_happens(family, settings, message):

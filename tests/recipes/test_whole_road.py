@@ -35,7 +35,7 @@ def test_the_road_is_passable(root, tmp_path):
         "evaluate.py",
     ]
     trained = (tmp_path / "road/chats.jsonl").read_text()
-    lines = (tmp_path / "road/rl-measured/plays.jsonl").read_text().splitlines()
+    lines = (tmp_path / "road/rl-measured/rollouts.jsonl").read_text().splitlines()
     held_out = [json.loads(line)["task"].rpartition("/")[2] for line in lines]
     assert len(held_out) == 16
     assert not [word for word in held_out if f': {word}"' in trained]

@@ -343,7 +343,7 @@ def test_a_server_whose_state_cannot_be_read_is_not_used(fault, caplog):
         until(lambda: [row["serving"] for row in engine.servers()] == [True])
 
 
-def test_a_watcher_that_fails_takes_its_replica_out_of_service(monkeypatch, caplog):
+def test_a_watcher_that_fails_takes_its_server_out_of_service(monkeypatch, caplog):
     with hostile_server.HostileServer(None) as server, engine_of(server) as engine:
         fleet = engine._connected().fleet
         number = fleet.labels.number

@@ -194,7 +194,7 @@ def test_a_failed_request_is_retried(server, make, fault):
     assert answer.token_ids.tolist() == [3, 4]
 
 
-def test_a_request_that_one_replica_fails_goes_to_another(servers, make):
+def test_a_request_that_one_server_fails_goes_to_another(servers, make):
     engine = make(*servers, retries=1)
     servers[0].faults["/inference/v1/generate"] = [(500, "broken gpu")] * 100
 
@@ -507,7 +507,7 @@ def test_an_update_that_was_not_prepared_changes_nothing(servers, make):
 @pytest.mark.parametrize(
     "path", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 )
-def test_a_replica_that_failed_to_load_is_not_used_until_the_next_update(servers, make, path):
+def test_a_server_that_failed_to_load_is_not_used_until_the_next_update(servers, make, path):
     first, second = servers
     engine = make(*servers)
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
@@ -545,7 +545,7 @@ def half_loaded(servers, make, monkeypatch):
     return made
 
 
-def test_a_failed_replica_is_not_used_whatever_it_reports(servers, half_loaded):
+def test_a_failed_server_is_not_used_whatever_it_reports(servers, half_loaded):
     first, second = servers
     engine = half_loaded(label_again_s=0.3, label_failures=2)
     name = engine._settings.labels.name
@@ -562,7 +562,7 @@ def test_a_failed_replica_is_not_used_whatever_it_reports(servers, half_loaded):
     assert (first.label, second.label) == (name(2),) * 2
 
 
-def test_a_failed_replica_that_is_restarted_is_seeded(servers, half_loaded):
+def test_a_failed_server_that_is_restarted_is_seeded(servers, half_loaded):
     engine = half_loaded(label_again_s=0.1, label_failures=3)
     servers[0].restart()
     until(lambda: [row["version"] for row in engine.servers()] == [1, 1])
@@ -580,7 +580,7 @@ def test_an_update_does_not_wait_for_seeding(servers, make):
     assert [row["version"] for row in engine.servers()] == [2, 2]
 
 
-def test_requests_in_flight_on_a_failed_replica_are_sent_elsewhere(servers, make):
+def test_requests_in_flight_on_a_failed_server_are_sent_elsewhere(servers, make):
     first, second = servers
     engine = make(*servers)
     first.token_s = second.token_s = 0.02
@@ -631,7 +631,7 @@ def test_sending_happens_while_all_receive(servers, make):
     assert set(receipts) == {one.url for one in servers}
 
 
-def test_nothing_is_sent_if_one_replica_cannot_receive(servers, make):
+def test_nothing_is_sent_if_one_server_cannot_receive(servers, make):
     engine = make(*servers)
     servers[0].faults["/start_weight_update"] = [(500, "no memory")]
     with pytest.raises(RuntimeError, match="no memory"):
@@ -651,7 +651,7 @@ def test_a_send_that_fails(server, make):
     until(lambda: server.label == "failed")
 
 
-def test_a_replica_that_dies_during_an_update_is_left_out(servers, make, caplog):
+def test_a_server_that_dies_during_an_update_is_left_out(servers, make, caplog):
     first, second = servers
     engine = make(*servers)
     second.faults["/update_weights"] = [DROP]
@@ -660,7 +660,7 @@ def test_a_replica_that_dies_during_an_update_is_left_out(servers, make, caplog)
     assert engine.version == 1
 
 
-def test_an_update_with_no_replica_left(server, make):
+def test_an_update_with_no_server_left(server, make):
     engine = make(server)
     server.kill()
     with pytest.raises(RuntimeError, match=f"{server.url} is down"):
@@ -670,7 +670,7 @@ def test_an_update_with_no_replica_left(server, make):
 # ---- servers that die and return ----
 
 
-def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
+def test_a_dead_server_is_routed_around_and_nothing_is_lost(servers, make):
     first, second = servers
     engine = make(*servers)
 
@@ -689,7 +689,7 @@ def test_a_dead_replica_is_routed_around_and_nothing_is_lost(servers, make):
     assert [row["alive"] for row in engine.servers()] == [False, True]
 
 
-def test_a_replica_that_returns_is_seeded_before_it_is_used(servers, make):
+def test_a_server_that_returns_is_seeded_before_it_is_used(servers, make):
     first, _second = servers
     engine = make(*servers, run="abc")
     copy = cloudpickle.loads(cloudpickle.dumps(engine))
@@ -804,7 +804,7 @@ def test_a_server_that_is_busy_loading_is_not_lost(server, make, monkeypatch):
 # ---- members ----
 
 
-def test_replicas_join_and_leave_for_all_copies(servers, make):
+def test_servers_join_and_leave_for_all_copies(servers, make):
     first, second = servers
     engine = make(first)
     copy = cloudpickle.loads(cloudpickle.dumps(engine))

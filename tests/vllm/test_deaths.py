@@ -53,7 +53,7 @@ async def under_fire(engine, victim):
 def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
     pair, tied_experts, root, tmp_path, monkeypatch
 ):
-    """The recipe's plays wait; none is lost, repeated or counted as an error."""
+    """The recipe's rollouts wait; none is lost, repeated or counted as an error."""
     spec = importlib.util.spec_from_file_location("evaluate", root / "recipes/evaluate.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
@@ -74,7 +74,7 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
     )
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(recipe.main, args)
-        until(lambda: (tmp_path / "run/plays.jsonl").exists(), within_s=120.0)
+        until(lambda: (tmp_path / "run/rollouts.jsonl").exists(), within_s=120.0)
         until(lambda: len(track.read_evaluation(tmp_path / "run")) >= 2, within_s=120.0)
         kill(server)
         played = len(track.read_evaluation(tmp_path / "run"))
@@ -82,9 +82,9 @@ def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
         server.restart()
         running.result(timeout=300)
 
-    plays = track.read_evaluation(tmp_path / "run")
-    assert len({(play["task"], play["index"]) for play in plays}) == len(plays) == 16
-    assert [play["error"] for play in plays] == [None] * 16
+    records = track.read_evaluation(tmp_path / "run")
+    assert len({(play["task"], play["index"]) for play in records}) == len(records) == 16
+    assert [play["error"] for play in records] == [None] * 16
 
 
 def test_kill_one_restart_it_and_kill_both(pair, tied_experts, tmp_path):

@@ -109,7 +109,7 @@ def test_without_a_remedy_the_canary_fails_where_the_receipt_does_not(
         assert verdict.passed, verdict.reason
 
 
-def test_one_of_two_replicas_that_stays_old_is_named(pair, tied_experts):
+def test_one_of_two_servers_that_stays_old_is_named(pair, tied_experts):
     first, second = pair
     with Trainer(tied_experts, pair, lr=1e-4, **TINY) as trainer:
         one = serving.VLLMEngine(first, run=trainer.run)

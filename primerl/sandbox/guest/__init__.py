@@ -4,6 +4,6 @@
 
 The keeper cleans up after an owner that crashed. The zygote forks sandboxes. The init process of a
 sandbox starts and ends the sandbox's other processes. Only the child handles untrusted code: it is
-fully isolated (``barriers``) and then executes a job (``work``). In containers, gVisor and hosted
-machines, ``guest`` replaces keeper, zygote and init.
+fully isolated (``isolation``) and then executes a job (``jobs``). In containers, gVisor and hosted
+machines, ``single_job`` replaces keeper, zygote and init.
 """

@@ -51,7 +51,7 @@ class NamespaceSandbox:
         # A shared mapping of /dev/zero gives memory that nothing counts; Landlock prevents it.
         devices = [name for name in shared_root.DEVICES if name != "zero" or self._landlock]
         shared_root.build(
-            f"{config['folder']}/skeleton",
+            f"{config['folder']}/shared_root",
             readable=config["readable"],
             roots=f"{config['folder']}/roots",
             devices=devices,
@@ -135,8 +135,8 @@ def set_up(settings: dict[str, Any], *, uid: int, gid: int) -> socket.socket | N
 def _mount_scratch(settings: dict[str, Any]) -> None:
     """Mount the only writable filesystem, whose size and inode limits cover all writable folders.
 
-    If readable paths are below a writable folder, the skeleton's folders that lead to these paths
-    are mounted there, so that code can't rename, remove or change them.
+    If readable paths are below a writable folder, the shared root's folders that lead to them are
+    mounted there, so that code can't rename, remove or change them.
     """
     limits = f"size={settings['disk_bytes']},nr_inodes={settings['files']},mode=755"
     kernel.mount("tmpfs", shared_root.SCRATCH, "tmpfs", _PRIVATE, limits)

@@ -1,4 +1,4 @@
-"""The skeleton: the read-only root of a pool's sandboxes, with listed paths, /dev and /etc."""
+"""The shared root: the read-only root of a pool's sandboxes, with listed paths, /dev and /etc."""
 
 import os
 import shlex

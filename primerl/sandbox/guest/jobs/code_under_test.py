@@ -92,9 +92,9 @@ def main() -> None:
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path.insert(0, os.getcwd())
-    subject = CodeUnderTest()
+    code = CodeUnderTest()
     with connection, connection.makefile("rwb") as lines:
         while line := lines.readline(LONGEST_LINE):
-            answer = subject.answer(json.loads(line))
+            answer = code.answer(json.loads(line))
             lines.write(json.dumps(answer).encode() + b"\n")
             lines.flush()

@@ -1,8 +1,8 @@
 """The testing side of a test suite: pytest, with the code under test in another sandbox.
 
 Importing a listed module returns a proxy whose attributes, calls and operators are executed by
-``subject.py``, at the other end of a socket. So the code under test never runs in this process, and
-it can't reach the results that this process reports. Plain values are compared here.
+``code_under_test.py``, at the other end of a socket. So the code under test never runs in this
+process, and it can't reach the results that this process reports. Plain values are compared here.
 """
 
 import builtins

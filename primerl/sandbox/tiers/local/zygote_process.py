@@ -51,7 +51,7 @@ class Launcher:
             SandboxError: the zygote did not respond in time.
         """
         folder = new_folder()
-        for name in ("skeleton", "roots"):
+        for name in ("shared_root", "roots"):
             (folder / name).mkdir()
         # Despite the umask: the sandboxes' user must find the prepared roots in this folder.
         for opened in (folder, *folder.iterdir()):

@@ -25,7 +25,7 @@ def url_of(servers, session):
     return servers.choose(session).url
 
 
-def test_a_replica_serves_once_it_holds_weights_of_this_run():
+def test_a_server_serves_once_it_holds_weights_of_this_run():
     servers = KnownServers(URLS[:2], version=7)
     first, second = servers
     assert servers.choose() is None
@@ -57,7 +57,7 @@ def test_sessions_are_spread_evenly_and_stay():
     assert {session: url_of(servers, session) for session in SESSIONS} == urls_before
 
 
-def test_when_a_replica_leaves_only_its_own_sessions_move_and_come_back():
+def test_when_a_server_leaves_only_its_own_sessions_move_and_come_back():
     servers = serving()
     before = {session: url_of(servers, session) for session in SESSIONS}
     servers.lost(servers.get(URLS[2]), "killed")
@@ -121,7 +121,7 @@ def test_reports_out_of_order():
     assert (only.alive, only.version) == (False, None)
 
 
-def test_a_replica_that_left_gets_no_requests_and_may_rejoin():
+def test_a_server_that_left_gets_no_requests_and_may_rejoin():
     servers = serving(URLS[:2])
     servers.leave(URLS[0])
     servers.leave("http://unknown")

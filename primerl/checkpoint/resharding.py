@@ -76,7 +76,7 @@ def whole_shapes(pieces: Iterable[TensorPiece]) -> dict[str, tuple[int, ...]]:
 
 
 def fill(tensors: Mapping[str, Tensor], pieces: Iterable[TensorPiece]) -> None:
-    """Copy saved values into tensors, or into this rank's shards of them.
+    """Copy saved values into tensors, or into this rank's shards.
 
     Raises:
         ValueError: a tensor was not saved, or has another shape or dtype. No tensor has changed.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen(kw_only=True, eq=False)
 class RankCheckpoint:
-    """The part of a checkpoint that one rank writes."""
+    """One rank's part of a checkpoint."""
 
     step: int
     pieces: list[TensorPiece]

@@ -128,7 +128,7 @@ def _refuse_cut_blocks(stacked: dict[str, nn.Module], form: Format) -> None:
 
 
 def _checkpoint_names(model: nn.Module, parameters: frozenset[str]) -> frozenset[str]:
-    """Return the names under which the checkpoint stores these parameters, or parts of them."""
+    """Return the names of these parameters, or of their parts, in the checkpoint."""
     shapes = {
         name: torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         for name, parameter in model.named_parameters()

@@ -185,7 +185,7 @@ class CapturedRoutes:
         return stacked.flatten(1, -2).transpose(0, 1)
 
     def record(self, layer: ExpertLayer, chosen: Tensor) -> None:
-        """Store the experts that one layer chose."""
+        """Store the experts that a layer chose."""
         self._chosen[layer.index] = chosen.to(torch.int16)
 
 

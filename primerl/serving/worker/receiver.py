@@ -273,7 +273,7 @@ class BroadcastTransfer(LayerwiseTransfer):
         return connect_nccl(place, self.device)
 
     def _fetch(self, update: BroadcastUpdate) -> None:
-        """Join the trainer's group, unless this worker is already in it."""
+        """Join the trainer's group, unless this worker is already a member."""
         if self._group != update.group:
             self.shutdown()
             place = join_group(update.address, update.port, timeout_s=_JOIN_S)

@@ -16,9 +16,9 @@ SPARSE_ATTENTION = "primerl_sparse"
 # Prefix of the names of context-parallel attention, which finds the documents of all ranks itself.
 CONTEXT_ATTENTION = "primerl_context"
 CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
-# These build a square mask over the whole pack, so they are replaced.
+# These build a square mask over the whole pack, so packed attention replaces them.
 MASKED_ATTENTION = ("eager", "sdpa")
-# Names of layers with an indexer in transformers; the second is that of version 5.17.
+# Layer types with an indexer in transformers; version 5.17 uses the second name.
 INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 # Families in which an indexer chooses the keys (see primerl.attention.sparse).
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
@@ -29,7 +29,7 @@ SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
 
 
 def require_positions(model: nn.Module) -> None:
-    """Refuse a model that takes no position ids and numbers positions itself, across documents."""
+    """Refuse a model without ``position_ids``: it would number positions across documents."""
     unwrap: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)  # of PEFT
     base: Any = unwrap() if unwrap else model
     known = inspect.signature(base.forward).parameters
@@ -41,7 +41,7 @@ def require_positions(model: nn.Module) -> None:
 
 
 def unsupported_rope_lengths(config: Any) -> float:
-    """Length above which rotary embeddings depend on the longest document of the batch.
+    """Return the length above which rotary embeddings depend on a batch's longest document.
 
     Longer documents can't be packed. The limit is infinite for a fixed rotation, and finite for
     ``rope_type`` ``"dynamic"`` and ``"longrope"``.
@@ -113,7 +113,10 @@ def refuse_unpackable(model: nn.Module) -> None:
 
 
 def unpackable_layers(model: nn.Module) -> list[str]:
-    """The model's layer types that packed attention does not support, as ``linear_attention``."""
+    """List the model's layer types that packed attention does not support.
+
+    An example is ``linear_attention``.
+    """
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
@@ -129,7 +132,7 @@ def is_sparse(model: nn.Module) -> bool:
 
 
 def _layer_modules(model: Any) -> Iterator[nn.Module]:
-    """The modules of the language model's layers, not those of image and audio encoders."""
+    """Yield the modules of the language model's layers, without image and audio encoders."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else None
     language: nn.Module = found if isinstance(found, nn.Module) else model

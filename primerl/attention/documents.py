@@ -1,6 +1,6 @@
-"""Location of the documents in a pack, found from position ids and laid out for attention.
+"""Find the documents in a pack from position ids, and lay them out for attention kernels.
 
-A ``Layout`` stores the locations in tensors, so that a compiled model works for every pack.
+A ``Layout`` stores their locations in tensors, so that a compiled model works for every pack.
 """
 
 import functools
@@ -20,34 +20,34 @@ P = ParamSpec("P")
 
 
 class Document(NamedTuple):
-    """A document of a pack: rows ``begin .. end - 1``, after tokens shared with other documents."""
+    """A document of a pack: tokens shared with other documents, then rows ``begin .. end - 1``."""
 
     begin: int
     end: int
     prefix: tuple[tuple[int, int], ...] = ()
-    """Ranges of rows in other documents that hold the first tokens of this one, in order."""
+    """Ranges of rows in other documents that hold this document's first tokens, in order."""
 
     @property
     def shared(self) -> int:
-        """Number of its tokens that are stored in rows of other documents."""
+        """Number of the document's tokens that are stored in rows of other documents."""
         return sum(end - begin for begin, end in self.prefix)
 
     @property
     def length(self) -> int:
-        """Number of its tokens, including shared ones."""
+        """Number of the document's tokens, including shared tokens."""
         return self.shared + self.end - self.begin
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """All ranges of rows that hold its tokens, in order."""
+        """All ranges of rows that hold the document's tokens, in order."""
         return (*self.prefix, (self.begin, self.end))
 
 
 class Span(NamedTuple):
     """A part of a document: query rows ``begin .. end - 1`` and the key rows that they see.
 
-    The last query sees all keys. Each query sees one key less than the next query. Queries and keys
-    may be rows of different tensors.
+    The last query sees all keys, and each earlier query sees one key less than the query after it.
+    Queries and keys may be rows of different tensors.
     """
 
     begin: int
@@ -64,11 +64,11 @@ class Span(NamedTuple):
 Spans = tuple[Document, ...] | tuple[Span, ...]
 
 
-# Not a tuple, so that FSDP and other code that passes it on treat it as one value. A compiled model
-# reads only its tensors, and does not specialize on their contents.
+# Not a tuple: FSDP, and other code that passes a layout on, must treat it as one value. A compiled
+# model reads only the tensors, and does not specialize on their contents.
 @attrs.frozen(eq=False)
 class Layout:
-    """The spans of a batch in the form that attention kernels need; made by ``lay_out``."""
+    """Spans of a batch in the form that attention kernels need; ``lay_out`` makes it."""
 
     spans: tuple[Any, ...]
     """Documents, or parts of documents."""
@@ -77,13 +77,13 @@ class Layout:
     max_queries: int
     """The maximum number of queries in a span."""
     plan: Tensor
-    """Spans grouped by equal lengths, on the CPU; ``kernels`` decodes it into runs."""
+    """Groups of spans of equal lengths, encoded in a CPU tensor that ``kernels`` decodes."""
     query_ends: Tensor
     """``[spans + 1]``, int32: cumulative numbers of queries."""
     key_ends: Tensor
     """``[spans + 1]``, int32: cumulative numbers of keys."""
     gathered: Tensor | None
-    """The rows of all keys, in the order of the spans; None if that is already their order."""
+    """Rows of all keys, in the order of the spans; None if the keys already lie in that order."""
 
 
 def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
@@ -123,7 +123,7 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
 
 def _dynamic_tensor(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
     """Make a tensor on whose length a compiled model does not specialize."""
-    with torch.inference_mode(False):  # otherwise a later backward pass could not save it
+    with torch.inference_mode(False):  # backward passes can't save inference tensors
         tensor = torch.from_numpy(x).to(device)
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
@@ -172,7 +172,7 @@ def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
 
 
 def _first_rows(ranges: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[int, int], ...]:
-    """The ranges that hold the first ``count`` rows of ``ranges``."""
+    """Return the ranges that hold the first ``count`` rows of ``ranges``."""
     first = []
     for begin, end in ranges:
         if count > 0:
@@ -189,7 +189,7 @@ def once_per_tensor(
 
     @functools.wraps(find)
     def found(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if x.is_inference():  # it has no _version that would show a write
+        if x.is_inference():  # no _version, so writes can't be detected
             return find(x, *args, **kwargs)
         key = (x._version, args, kwargs)
         last = known.get(x)  # type: ignore[no-untyped-call]
@@ -206,10 +206,11 @@ def once_per_tensor(
 def batch_layout(
     position_ids: Int[Tensor, "_ t"], batch: int, device: torch.device | str
 ) -> Layout:
-    """Make the layout of a batch's documents; ``position_ids`` may be one row for all its rows.
+    """Make the layout of a batch's documents.
 
-    Documents are those of ``find_documents``. But if each row has successive positions, each row is
-    a document, at whatever position it begins.
+    ``position_ids`` has one row per row of the batch, or a single row that applies to all. If the
+    positions within each row are consecutive, each row is one document, whatever its first
+    position. Otherwise, ``find_documents`` finds the documents.
     """
     length = position_ids.shape[1]
     if length and bool((position_ids.diff() == 1).all()):
@@ -219,7 +220,10 @@ def batch_layout(
 
 
 def spans_within(documents: tuple[Document, ...], first: int, rows: int) -> list[Span]:
-    """The parts of documents in ``rows`` rows from ``first`` on; query rows start there."""
+    """Return the parts of documents in rows ``first .. first + rows - 1``.
+
+    Query rows are counted from ``first``, key rows from the start of the pack.
+    """
     parts = []
     for one in documents:
         begin, end = max(one.begin, first), min(one.end, first + rows)

@@ -1,4 +1,4 @@
-"""Choice of keys by the indexer of sparse attention, one document at a time."""
+"""Choose keys with the indexer of sparse attention, separately for each document."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +20,14 @@ from primerl.attention.documents import (
     spans_within,
 )
 
-# The maximum number of query-key scores that one call holds in memory.
+# The maximum number of query-key scores held in memory at a time.
 MAX_SCORES = 2**27
 
 GatherRows = Callable[[Tensor], tuple[Tensor, int]]
-"""``rows -> (rows of all ranks that share documents, index of this rank)``; no gradient."""
+"""Function ``rows -> (rows of all ranks that share documents, this rank's index among them)``.
+
+It passes no gradient.
+"""
 
 SWITCH_BACK = (
     "this model was switched to packed attention by primerl.loss.model_logprobs; to generate or "
@@ -36,15 +39,18 @@ OUTPUT_LAYOUTS = WeakTensorKeyDictionary()
 
 
 def max_rows(scores: int) -> int:
-    """The maximum number of rows to compute at once, given the number of scores per row."""
+    """Return the maximum number of rows to compute at once, given the number of scores per row."""
     return max(1, MAX_SCORES // scores)
 
 
 class DocumentIndexer(nn.Module):
     """Wrapper that calls a model's indexer on one document at a time.
 
-    It returns ``[b, t, index_topk]``, int32: for each row, the positions within its document of the
-    chosen keys. All of them are visible to the row; a row that sees fewer keys repeats the first.
+    It returns ``[b, t, index_topk]``, int32: for each row, the positions of the chosen keys within
+    the row's document. A row sees all keys chosen for it. If it sees fewer than ``index_topk``
+    keys, the other entries are 0, the position of the first key. If no row of a document sees more
+    than ``index_topk`` keys, all its entries are 0, because attention then uses all visible keys.
+
     If no document is longer than ``index_topk``, it returns ``[b, t, 0]``, and each row attends to
     all keys that it sees.
     """
@@ -55,7 +61,7 @@ class DocumentIndexer(nn.Module):
             raise ValueError(f"{type(indexer).__name__} has parameters outside its submodules")
         for name, child in indexer.named_children():
             self.add_module(name, child)
-        # In a tuple, so that its parameters are not registered a second time.
+        # In a tuple, so that the indexer's parameters are not registered a second time.
         self.wrapped = (indexer,)
         self.gather = gather
 
@@ -69,7 +75,7 @@ class DocumentIndexer(nn.Module):
         position_ids: Int[Tensor, "_ t"],
         past_key_values: Any = None,
         *,
-        cache: Any = None,  # its name since transformers 5.24
+        cache: Any = None,  # the argument's name since transformers 5.24
     ) -> Int[Tensor, "b t k"]:
         """Choose the keys of each row; the arguments are those of the model's indexer."""
         indexer: Any = self.wrapped[0]
@@ -102,7 +108,7 @@ class DocumentIndexer(nn.Module):
 
 
 class _Recorder:
-    """Replacement of the model's cache that records the indexer's keys, and returns only one."""
+    """Replacement of the model's cache that records the indexer's keys and returns the first."""
 
     keys: Tensor
 
@@ -153,7 +159,7 @@ def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int
 def _find_layout(
     position_ids: Tensor, batch: int, device: torch.device, gather: GatherRows | None
 ) -> Layout:
-    """The layout of all documents of the ranks that share documents with this one."""
+    """Make the layout of all documents on the ranks that share documents with this rank."""
     if gather is None:
         return batch_layout(position_ids, batch, device)
     positions, _ = gather(position_ids.expand(batch, -1).flatten())

@@ -33,16 +33,16 @@ def attend(
 
         y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j that query i sees
 
-    In bfloat16 and float16 on a GPU, ``torch.nn.attention.varlen`` computes it; otherwise, the
-    kernels of ``scaled_dot_product_attention`` do. ``torch.compile`` traces it once for all
-    layouts, but with dropout, or in float32 on a GPU, it breaks the graph.
+    ``torch.nn.attention.varlen`` computes it in bfloat16 and float16 on a GPU; otherwise, the
+    kernels of ``scaled_dot_product_attention`` do. ``torch.compile`` traces this function once for
+    all layouts. With dropout, or in float32 on a GPU, the function breaks the graph.
 
     Args:
         query: the queries of all spans, end to end.
         key: the keys; their number of heads divides that of the queries.
         value: the values, with the heads of the keys; their width may differ.
         layout: the layout of the spans, made by ``lay_out``.
-        scaling: the factor of the scores, by default ``1 / sqrt(d)``.
+        scaling: the factor that multiplies the scores, by default ``1 / sqrt(d)``.
         dropout: the probability that an attention weight is dropped.
     """
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
@@ -84,10 +84,10 @@ class _EqualSpans(NamedTuple):
 
 
 def _runs(plan: Tensor) -> list[_EqualSpans]:
-    """Decode the runs of ``Layout.plan``.
+    """Decode the runs of ``Layout.plan``, which are groups of spans of equal lengths.
 
-    A plan holds the number of runs, then ``count, length, seen`` of each, then the rows of all
-    queries and the rows of all keys, run by run.
+    A plan holds the number of runs, then ``count, length, seen`` of each run, then the rows of all
+    queries, run by run, and finally the rows of all keys, run by run.
     """
     runs = int(plan[0])
     alike, rows = plan[1 : 1 + 3 * runs].view(-1, 3).tolist(), plan[1 + 3 * runs :]
@@ -110,7 +110,7 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _kernel_inputs(run: _EqualSpans, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Any]:
-    """Queries, keys and values of a run, and its mask: None for plain causal attention."""
+    """Return a run's queries, keys and values, and its mask: None for plain causal attention."""
     inputs = [_stacked(q, run.queries, run.size)]
     inputs += [_stacked(x, run.keys, run.size) for x in (k, v)]
     if run.seen <= WIDENED_LENGTH:
@@ -121,7 +121,7 @@ def _kernel_inputs(run: _EqualSpans, q: Tensor, k: Tensor, v: Tensor) -> tuple[l
     return inputs, mask.triu(run.seen - run.length + 1)
 
 
-# The kernel of scaled_dot_product_attention and its gradient, called directly within an operator: a
+# The kernel of scaled_dot_product_attention and its gradient. Custom operators call them directly: a
 # compiled model must not trace code that depends on the layout, and gradients need the logsumexp.
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -131,7 +131,7 @@ _KERNEL_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 def _attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """The outputs, ``[t, heads, d]``, and the logsumexp of the scores, ``[t, heads]``."""
+    """Return the outputs, ``[t, heads, d]``, and the logsumexp of the scores, ``[t, heads]``."""
     out, logsumexp = _empty_outputs(q)
     for run in _runs(plan):
         inputs, mask = _kernel_inputs(run, q, k, v)
@@ -158,7 +158,7 @@ def _gradients_on_cpu(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_q = q.new_empty(q.shape)
-    # Zeros, because spans that share a key add up its gradient.
+    # Zeros, because the gradient of a key that several spans share is summed over the spans.
     grad_k, grad_v = (torch.zeros_like(_widen(x)) for x in (k, v))
     for run in _runs(plan):
         inputs, mask = _kernel_inputs(run, q, k, v)

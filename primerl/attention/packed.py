@@ -41,9 +41,10 @@ def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> 
 
 @contextmanager
 def require_documents(documents: Layout | None, position_ids: Tensor) -> Iterator[None]:
-    """Context in which attention raises if there are several documents and it does not get them.
+    """Make attention raise, in this context, if it can't find the documents of a pack.
 
-    Attention without ``documents`` would otherwise treat all rows as one document.
+    It finds them if it receives ``documents`` or positions. Otherwise it would treat each row as
+    one document. A pack of one document needs neither.
     """
     packed = documents is not None and len(documents.spans) > 1
     before = _PACKED.set(packed), _LONGEST.set(int(position_ids.max()) + 1)
@@ -60,10 +61,11 @@ def no_mask(
     local_size: int | None = None,
     **_others: Any,
 ) -> Tensor | None:
-    """Entry of ``AttentionMaskInterface`` that makes no mask, or a mask that attention refuses.
+    """Return None, or a mask that attention refuses: an entry of ``AttentionMaskInterface``.
 
-    Attention refuses a caller's padding, and a window shorter than a document: some models pass the
-    window only in their mask. (Others ask for such a mask and don't use it.)
+    Attention must refuse a caller's padding and a window shorter than a document. Some models pass
+    the window only in their mask, so this function returns a mask for it. (Other models request
+    such a mask but don't use it.)
     """
     if local_size is not None and _is_exceeded(local_size):
         return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -71,10 +73,10 @@ def no_mask(
 
 
 def batch_mask(*_: Any, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
-    """Entry of ``AttentionMaskInterface``: ``no_mask``, or a mark if the batch is packed.
+    """Return the mask of ``no_mask``, or a mark if the batch is packed.
 
-    ``transformers`` detects packed batches. Attention that receives neither documents nor positions
-    needs the mark to know.
+    This is an entry of ``AttentionMaskInterface``. ``transformers`` detects packed batches, and the
+    mark tells attention that receives neither documents nor positions.
     """
     mask = no_mask(**others)
     # In a trace, transformers treats every batch as packed.
@@ -131,8 +133,8 @@ def _layout_by_positions(
 ) -> Layout:
     """Find the documents of a batch, for attention that did not receive them.
 
-    Some layers pass on positions only, also when they are recomputed in the backward pass. A
-    switched model may also be called without packing: then each row is a document, or several
+    Some layers pass on only the positions, and do so again when the backward pass recomputes them.
+    A switched model may also be called without packing. Then each row is one document, or several
     documents if its positions restart.
     """
     batch, _, length, _ = query.shape
@@ -145,7 +147,7 @@ def _layout_by_positions(
 
 
 def not_passed_on(module: nn.Module) -> str:
-    """The error message for an attention module that did not receive the documents."""
+    """Return the error message for an attention module that did not receive the documents."""
     return (
         f"{type(module).__name__} does not receive the documents that its model was called with, "
         "because the model's layers don't pass on arguments that they don't know"

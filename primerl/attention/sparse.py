@@ -2,8 +2,8 @@
 
 An indexer chooses the keys that each query attends to (arXiv:2512.02556). In ``transformers``, it
 scores the whole pack against itself, under a square mask. Here, it scores each document separately,
-a limited number of rows at a time. It skips documents of at most ``index_topk`` tokens, which
-attend in full.
+a limited number of rows at a time. It skips documents of at most ``index_topk`` tokens, in which
+each query attends to all keys that it sees.
 """
 
 from typing import Any
@@ -36,8 +36,7 @@ def attend_sparsely(
 ) -> None:
     """Switch a model with DeepSeek sparse attention to choose keys and attend within each document.
 
-    Each indexer is replaced by a module that calls it, and that has its parameters under the same
-    names.
+    Each indexer is wrapped in a ``DocumentIndexer``, which keeps the names of its parameters.
 
     Args:
         model: a model of one of the ``SPARSE_FAMILIES``.
@@ -65,7 +64,7 @@ def attend_sparsely(
 def _placeholder(
     *_: Any, attention_mask: Tensor | None = None, device: Any = "cpu", **_others: Any
 ) -> Tensor:
-    """Make a mask without information, because the model's layers require a mask."""
+    """Make a one-element mask without information, for layers that require a mask."""
     if attention_mask is not None and not attention_mask.all():
         raise ValueError(f"padding is not supported; {SWITCH_BACK}")
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

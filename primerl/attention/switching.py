@@ -1,4 +1,4 @@
-"""Switch of an unmodified Hugging Face model to attention within each packed document."""
+"""Switch an unmodified Hugging Face model to attention within each packed document."""
 
 from typing import Any
 

@@ -121,8 +121,9 @@ def _kernel_inputs(run: _EqualSpans, q: Tensor, k: Tensor, v: Tensor) -> tuple[l
     return inputs, mask.triu(run.seen - run.length + 1)
 
 
-# The kernel of scaled_dot_product_attention and its gradient. Custom operators call them directly: a
-# compiled model must not trace code that depends on the layout, and gradients need the logsumexp.
+# The kernel of scaled_dot_product_attention and its gradient. Custom operators call them directly,
+# because a compiled model must not trace code that depends on the layout, and gradients need the
+# logsumexp.
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 

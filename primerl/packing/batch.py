@@ -26,9 +26,9 @@ class PackedBatch:
 
     Row j holds token j and describes its prediction: ``labels[j]`` is token j+1, and the mask,
     logprob, advantage, version and temperature are those of token j+1. The last row of a document
-    predicts nothing and is masked. So later code never shifts tensors, and slices rows across
-    devices by plain indexing. Logprobs and advantages are 0 in every masked row. ``weights`` are
-    the weights of tokens in another loss, whether they were sampled or not.
+    predicts nothing and is masked. Because of this layout, later code never shifts tensors, and
+    splits rows over devices by plain slicing. Logprobs and advantages are 0 in every masked row.
+    ``weights`` are the weights of tokens in another loss, whether they were sampled or not.
     """
 
     token_ids: Int64[Tensor, " t"]
@@ -52,7 +52,7 @@ class PackedBatch:
     ref_logprobs: Float32[Tensor, " t"] | None = None
     weights: Float32[Tensor, " t"] | None = None
     ref_top_ids: Int64[Tensor, "t k"] | None = None
-    """The k tokens that the reference model finds likeliest in place of the label."""
+    """The k most likely tokens in place of the label, according to the reference model."""
     ref_top_logprobs: Float32[Tensor, "t k"] | None = None
     routes: str | None = None
     """References to the recorded expert routes, if any, as JSON ``{"n": [references]}`` for sample
@@ -108,21 +108,21 @@ class PackedBatch:
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def _rows(self) -> dict[str, Tensor]:
-        """The fields that have one entry per row."""
+        """Return the tensors that have one entry per row."""
         return {name: x for name, x in self._tensors().items() if name != "cu_seqlens"}
 
 
 def minibatches(samples: Sequence[TrainingSample], count: int) -> list[list[TrainingSample]]:
     """Split the samples of a step, in order, into ``count`` minibatches of one optimizer step each.
 
-    Their lengths differ by at most one. If there are fewer samples than ``count``, some minibatches
-    are empty. On ranks other than 0, which have no samples, all are empty.
+    Their numbers of samples differ by at most one. If there are fewer samples than ``count``, some
+    minibatches are empty. On ranks other than 0, which have no samples, all are empty.
 
     Raises:
         ValueError: ``count`` is below 1.
     """
     if count < 1:
-        raise ValueError(f"count is {count}, expected at least 1 minibatch")
+        raise ValueError(f"count is {count}; expected at least 1 minibatch")
     bounds = [len(samples) * part // count for part in range(count + 1)]
     return [list(samples[start:end]) for start, end in pairwise(bounds)]
 
@@ -138,8 +138,8 @@ def pack(
 ) -> list[list[PackedBatch]]:
     """Pack samples into micro-batches: one list per rank, all of the same length.
 
-    Every sample is in exactly one micro-batch, undivided; ``bins`` assigns them. If there are too
-    few samples, a rank gets a micro-batch of one masked token, so that all ranks make the same
+    ``bins`` assigns each sample, undivided, to exactly one micro-batch. If there are too few
+    samples, a rank gets a micro-batch of one masked token, so that all ranks make the same
     collective calls.
 
     Args:
@@ -150,9 +150,9 @@ def pack(
             ``functools.partial(flops.training, model.config)``. By default the cost is the length.
         too_long: what to do with a sample longer than ``max_tokens``: ``"raise"`` an error, or pack
             it ``"alone"`` in a micro-batch. To skip such samples, leave them out of ``samples``.
-        share_prefixes: pack only once the untrained tokens that samples of a micro-batch share at
-            their beginning, such as a group's prompt. Logprobs and gradients are the same, for less
-            computation. ``loss.model_logprobs`` supports it, flash attention does not.
+        share_prefixes: if samples of a micro-batch begin with the same untrained tokens, such as a
+            group's prompt, pack these only once. This saves computation and does not change
+            logprobs and gradients. ``loss.model_logprobs`` supports it; flash attention does not.
 
     Raises:
         ValueError: a sample is longer than ``max_tokens`` (unless ``too_long="alone"``), only some
@@ -161,9 +161,9 @@ def pack(
     """
     for name in OPTIONAL:
         if len({getattr(sample, name) is None for sample in samples}) > 1:
-            raise ValueError(f"some samples have {name} and some have not; pack them separately")
+            raise ValueError(f"some samples have {name} and others do not; pack them separately")
         if len({np.shape(getattr(sample, name))[1:] for sample in samples}) > 1:
-            raise ValueError(f"samples have {name} of different widths; pack each separately")
+            raise ValueError(f"samples have {name} of different widths; pack each width separately")
     how: dict[str, Any] = {
         "max_tokens": max_tokens,
         "ranks": ranks,
@@ -224,7 +224,7 @@ def unpack(
         sample_ids = batch.sample_ids.numpy(force=True)
         if sample_ids.max() >= len(samples):
             raise ValueError(
-                f"packed has sample {sample_ids.max()}, but only {len(samples)} samples were given"
+                f"packed has sample index {sample_ids.max()}, but samples has {len(samples)} items"
             )
         trained = batch.loss_mask.numpy(force=True)
         tokens = batch.position_ids.numpy(force=True) + 1

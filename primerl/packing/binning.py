@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 RAISES = 160
-"""About how many rounds ``_balance`` takes: more rounds balance better, and are slower."""
+"""Approximate number of rounds in ``_balance``. More rounds balance better but take longer."""
 
 
 def bins(
@@ -28,8 +28,8 @@ def bins(
 
     which is at best the total cost / ``ranks``. Best fit decreasing determines the number of
     micro-steps. A second packing with this number places samples where ranks would otherwise wait
-    (``_balance``). The cheaper of the two is returned; it is that of best fit where micro-batches
-    are too full to balance. The same arguments give the same packing.
+    (``_balance``). The cheaper packing is returned, which is that of best fit if micro-batches are
+    too full to balance. The same arguments give the same packing.
 
     Args:
         lengths: number of tokens of each sample, at least 1.
@@ -60,7 +60,7 @@ def assign(
     max_tokens: int,
     ranks: int,
 ) -> list[list[list[int]]]:
-    """``bins`` for lengths that have been checked, given their costs."""
+    """Assign samples as ``bins`` does, given their costs and lengths that have been checked."""
     if len(tokens) == 0:
         return [[] for _ in range(ranks)]
     longest_first = np.argsort(-tokens, kind="stable")
@@ -70,9 +70,9 @@ def assign(
     steps = int(fitted.max()) // ranks + 1
     # The candidates: best fit without empty micro-batches, and a balanced packing.
     plans = [_fed(fitted, tokens, steps * ranks, halves) for halves in (True, False)]
-    if len(tokens) < steps * ranks:  # some stay empty: the cost decides which
+    if len(tokens) < steps * ranks:  # some stay empty; cost decides which
         plans.append(fitted)
-    for spread in (True, False) if ranks > 1 else ():  # one rank never waits
+    for spread in (True, False) if ranks > 1 else ():  # a single rank never waits
         balanced = _balance(tokens, costs, max_tokens, ranks, steps, spread)
         if balanced is not None:
             plans.append(balanced)
@@ -89,7 +89,7 @@ def assign(
 
 
 def lockstep_cost(plan: Sequence[Sequence[Sequence[int]]], costs: np.ndarray) -> float:
-    """The cost of a packing: the sum over micro-steps of the most expensive rank's cost."""
+    """Return the cost of a packing: the sum over micro-steps of the most expensive rank's cost."""
     by_rank = [[float(costs[members].sum()) for members in steps] for steps in plan]
     return float(sum(max(step) for step in zip(*by_rank, strict=True)))
 
@@ -167,7 +167,7 @@ def _fed(
 ) -> Int64[np.ndarray, " n"]:
     """Fill each empty micro-batch with samples of the micro-batch that has the most tokens.
 
-    It gets half of these samples if ``halves``, otherwise only the shortest sample.
+    The empty micro-batch gets half of these samples if ``halves``, otherwise only the shortest.
     """
     plan = plan.copy()
     counts = np.bincount(plan, minlength=size)
@@ -193,7 +193,7 @@ def _balance(
     steps: int,
     spread: bool,
 ) -> Int64[np.ndarray, " n"] | None:
-    """Place samples where a rank would wait, and return their micro-batches; None if room runs out.
+    """Place samples where a rank would wait; return their micro-batches, or None without room.
 
     The longest samples come first, beginning with one per micro-batch. A rank waits for the most
     expensive rank of its micro-step; the wait is the difference of their costs. If a wait covers

@@ -1,9 +1,9 @@
-"""Prefix sharing: tokens that several samples begin with are computed only once.
+"""Prefix sharing, which computes the tokens that several samples begin with only once.
 
 The rollouts of a group share a prompt, and the samples of a rollout share a history. A family is a
 tree of samples, laid out depth first. The first sample is whole. Every other sample shares its
-first tokens with the sample before it, which may itself share tokens, and only the rest of its rows
-is packed. That rest begins at the latest with the row that predicts the first trained token.
+first tokens with the sample before it, which may itself share tokens. Only the other rows of the
+sample are packed. They include the row that predicts the first trained token.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ WORTHWHILE = 16
 """The minimum number of tokens to share: computing fewer is cheaper than gathering their keys."""
 
 HALVINGS = 6
-"""Number of maximum family sizes that are tried, each half of the one before."""
+"""Number of maximum family sizes that ``family_bins`` tries, each half the previous size."""
 
 
 def family_bins(
@@ -34,10 +34,10 @@ def family_bins(
 ) -> list[list[list[Member]]]:
     """Assign samples like ``bins``, but keep families together.
 
-    ``result[rank][micro_step]`` is a list of members of families. Large families save most, but a
-    few large ones are hard to balance over ranks. So smaller and smaller families are tried, down
-    to single samples, and the cheapest packing is returned. A sample that shares n tokens costs
-    ``cost(its length) - cost(n)``.
+    ``result[rank][micro_step]`` is a list of members of families. Large families save the most
+    computation, but are hard to balance over ranks. So this function tries smaller and smaller
+    families, down to single samples, and returns the cheapest packing. A sample that shares n
+    tokens costs ``cost(its length) - cost(n)``.
     """
     whole = [len(sample.token_ids) for sample in samples]
     lengths = check(whole, max_tokens=max_tokens, ranks=ranks, too_long=too_long)
@@ -94,10 +94,10 @@ def families(samples: Sequence[TrainingSample], *, capacity: float) -> list[list
 
 
 def _untrained(sample: TrainingSample) -> int:
-    """The number of first tokens that can be shared.
+    """Return the number of first tokens that a sample can share.
 
-    Row j predicts token j + 1, so the row before the first used token stays. The last row always
-    stays.
+    Row j predicts token j + 1, so the row before the first used token can't be shared. Neither can
+    the last row.
     """
     used = sample.loss_mask
     if sample.weights is not None:

@@ -128,7 +128,7 @@ def test_samples_must_agree_on_how_many_top_tokens_there_are():
 
     with pytest.raises(ValueError, match="samples have ref_top_ids of different widths"):
         packing.pack([top_tokens(plain, 2), top_tokens(plain, 3)], max_tokens=8, ranks=1)
-    with pytest.raises(ValueError, match="some samples have ref_top_ids and some have not"):
+    with pytest.raises(ValueError, match="some samples have ref_top_ids and others do not"):
         packing.pack([top_tokens(plain, 2), plain], max_tokens=8, ranks=1)
 
 
@@ -480,5 +480,5 @@ def test_a_rank_without_samples_has_as_many_minibatches(count):
 
 
 def test_less_than_one_minibatch_is_refused():
-    with pytest.raises(ValueError, match="count is 0, expected at least 1"):
+    with pytest.raises(ValueError, match="count is 0; expected at least 1"):
         packing.minibatches([], 0)

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused():
         packing.unpack(packed, [[]], TWO)
     with pytest.raises(ValueError, match="logprobs has 6 rows; expected 7"):
         packing.unpack(packed, [[{"logprobs": rows[:6]}]], TWO)
-    with pytest.raises(ValueError, match="packed has sample 1, but only 1 samples were given"):
+    with pytest.raises(ValueError, match="packed has sample index 1, but samples has 1 items"):
         packing.unpack(packed, [[{"logprobs": rows}]], TWO[:1])
     unnumbered = attrs.evolve(batch, sample_ids=None)
     with pytest.raises(ValueError, match="no sample_ids; expected a batch that pack returned"):

@@ -72,7 +72,7 @@ def top_k_forward_kl(
     likeliest, each once. The value is at most the KL divergence over the whole vocabulary, which it
     approaches as k grows. It is 0 only where policy and teacher agree on these tokens. Its gradient
     with respect to the logits of the k tokens is that of the whole divergence, ``p - q``. The tail
-    counts as one token, so the policy does not learn how the teacher ranks the tokens in it. In
+    counts as one token, so the policy does not learn how the teacher ranks the tail's tokens. In
     logarithms, the tail's probability is clamped to at least 1e-5: if the policy gives it less, the
     tail's term has no gradient.
 

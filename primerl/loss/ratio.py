@@ -131,8 +131,8 @@ def sequence_ratio(
     trained token has the ratio 1.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a sequence id is negative, or ``behavior_logprobs``
-            is not finite at a trained token.
+        ValueError: shapes or dtypes do not fit, a sequence id is negative or at least 2^24, or
+            ``behavior_logprobs`` is not finite at a trained token.
     """
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     difference = logprobs.detach().double() - behavior_logprobs.double()
@@ -156,7 +156,10 @@ def sequence_sums(
     lowest, highest = sequence_ids.aminmax() if sequence_ids.numel() else (torch.tensor(0),) * 2
     if lowest < 0 or highest >= MOST_SEQUENCES:
         wrong = int(lowest if lowest < 0 else highest)
-        raise ValueError(f"sequence_ids contains {wrong}; expected document numbers from 0")
+        raise ValueError(
+            f"sequence_ids contains {wrong}; expected document numbers from 0 to "
+            f"{MOST_SEQUENCES - 1}"
+        )
     # Ranks may have different ids; the sum of the sizes that they need is enough for every rank.
     needed = all_sum(torch.as_tensor(highest, device=x.device).long() + 1)
     if not isinstance(needed, Tensor):

@@ -214,7 +214,8 @@ def test_ids_that_are_no_numbers_of_documents_are_refused():
     x, mask = torch.tensor([-1.0, -2.0]), torch.tensor([True, True])
 
     with pytest.raises(
-        ValueError, match="sequence_ids contains 1099511627776; expected document numbers"
+        ValueError,
+        match="sequence_ids contains 1099511627776; expected document numbers from 0 to 16777215",
     ):
         loss.sequence_ratio(x, x, mask, torch.tensor([0, 2**40]))
 

@@ -83,8 +83,8 @@ class IsolatedEnvironment:
     async def __call__(self, task: Task, engine: Engine, params: SamplingParams) -> Rollout:
         """Play one rollout in the process that has the fewest rollouts.
 
-        If that process dies, the rollout is played again in a shared process. If that one dies,
-        too, the rollout is played in a process that plays nothing else.
+        If that process dies, the rollout is played again in another shared process. If that process
+        dies, too, the rollout gets a process for itself.
 
         Raises:
             TimeoutError: the rollout did not end within ``timeout_s``.

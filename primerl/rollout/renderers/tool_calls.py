@@ -14,7 +14,7 @@ _NAME = re.compile(r'"name"\s*:\s*"([^"\\]+)"')
 class ParsedToolCall:
     """One tool call of a reply; ``arguments`` maps names to values.
 
-    ``status`` is ``"ok"``, or a description of what is wrong with ``raw``, the text of the call.
+    ``status`` is ``"ok"``, or describes the mistake in the call. ``raw`` is the text of the call.
     """
 
     name: str

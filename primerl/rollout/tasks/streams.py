@@ -121,7 +121,7 @@ class InOrder:
         """Return ``{"pass", "index", "last"}``.
 
         These are the number of completed passes, the number of tasks drawn in the current pass, and
-        the digest of the last of them.
+        the digest of the last task drawn.
         """
         last = fingerprint(self._last) if self._index else None
         return {"pass": self._pass, "index": self._index, "last": last}

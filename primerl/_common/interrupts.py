@@ -10,8 +10,8 @@ _from_inside = threading.Event()
 class StoppedError(KeyboardInterrupt):
     """Raised when SIGTERM or SIGUSR1 is received.
 
-    torchrun sends SIGTERM to all ranks when one has failed. It derives from ``KeyboardInterrupt``,
-    so that no ``except Exception`` of a library catches it.
+    torchrun sends SIGTERM to all ranks when one has failed. This class derives from
+    ``KeyboardInterrupt``, so that no ``except Exception`` of a library catches it.
     """
 
     def __init__(self, which: signal.Signals) -> None:

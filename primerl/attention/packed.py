@@ -61,11 +61,11 @@ def no_mask(
     local_size: int | None = None,
     **_others: Any,
 ) -> Tensor | None:
-    """Return None, or a mask that attention refuses: an entry of ``AttentionMaskInterface``.
+    """Return no mask (None), or a mask whose presence makes packed attention raise an error.
 
-    Attention must refuse a caller's padding and a window shorter than a document. Some models pass
-    the window only in their mask, so this function returns a mask for it. (Other models request
-    such a mask but don't use it.)
+    This is an entry of ``AttentionMaskInterface``. Attention must refuse a caller's padding and a
+    window shorter than a document. Some models pass the window only in their mask, so this function
+    returns a mask for such a window. (Other models request this mask but don't use it.)
     """
     if local_size is not None and _is_exceeded(local_size):
         return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
@@ -73,10 +73,10 @@ def no_mask(
 
 
 def batch_mask(*_: Any, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
-    """Return the mask of ``no_mask``, or a mark if the batch is packed.
+    """Return the mask of ``no_mask``; if that is None and the batch is packed, return a marker.
 
-    This is an entry of ``AttentionMaskInterface``. ``transformers`` detects packed batches, and the
-    mark tells attention that receives neither documents nor positions.
+    This is an entry of ``AttentionMaskInterface``. ``transformers`` detects packed batches, and
+    the marker tells attention functions that receive neither documents nor positions.
     """
     mask = no_mask(**others)
     # In a trace, transformers treats every batch as packed.

@@ -29,7 +29,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """The training state and values that rank 0 saves beside tensors."""
+    """The training state and the caller's values, which rank 0 saves in addition to tensors."""
 
     step: int
     optimizer: dict[str, Any]
@@ -157,7 +157,9 @@ def read_manifest(path: Path) -> CheckpointManifest:
         raise ValueError(f"{MANIFEST} is of another step, {manifest.step}")
     ranks = {name for name in manifest.files if name.startswith("rank-")}
     if len(ranks) != manifest.world_size:
-        raise ValueError(f"{MANIFEST} has files of {len(ranks)} ranks of {manifest.world_size}")
+        raise ValueError(
+            f"{MANIFEST} has files of {len(ranks)} ranks, expected {manifest.world_size}"
+        )
     if ranks != {folders.rank_file(rank) for rank in range(manifest.world_size)}:
         raise ValueError(f"{MANIFEST} has files of other ranks: {', '.join(sorted(ranks))}")
     return manifest

@@ -27,8 +27,8 @@ def checked(*, finite: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callabl
     be finite: they come from elsewhere, and a NaN in them is a mistake upstream.
 
     Raises (when the decorated function is called):
-        ValueError: an argument does not fit; the message names it, its shape or dtype, and the
-            argument that it conflicts with.
+        ValueError: an argument has the wrong shape or dtype, or is not finite; the message names
+            it, its shape or dtype, and the argument that it conflicts with.
     """
     must_be_finite = frozenset(finite)
 

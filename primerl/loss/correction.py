@@ -40,7 +40,8 @@ def token_tis(
     training" (2025); truncation: Ionides, "Truncated importance sampling" (2008).
 
     Raises:
-        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or a tensor has the wrong
+            shape or dtype.
     """
     _require_cap(cap)
     return token_ratio(logprobs, behavior_logprobs).detach().clamp(max=cap)
@@ -63,7 +64,8 @@ def sequence_tis(
     Source: Liu et al., "When speed kills stability" (2025).
 
     Raises:
-        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or a tensor has the wrong
+            shape or dtype.
     """
     _require_cap(cap)
     r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum)
@@ -79,7 +81,8 @@ def token_mis(
     Tokens that truncation would keep at the cap get weight 0. Source: that of ``sequence_mis``.
 
     Raises:
-        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or a tensor has the wrong
+            shape or dtype.
     """
     _require_cap(cap)
     r = token_ratio(logprobs, behavior_logprobs).detach()
@@ -101,7 +104,8 @@ def sequence_mis(
     Source: Liu et al., "When speed kills stability" (2025).
 
     Raises:
-        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or the tensors do not fit.
+        ValueError: ``cap`` is not between e^-20 and e^20 or infinite, or a tensor has the wrong
+            shape or dtype.
     """
     _require_cap(cap)
     r = _product(logprobs, behavior_logprobs, loss_mask, sequence_ids, all_sum=all_sum).detach()
@@ -121,8 +125,8 @@ def icepop(
     Source: IcePop, in the Ring-1T report, arXiv:2510.18855, which also uses bounds of 0.5 and 5.
 
     Raises:
-        ValueError: ``low`` is above ``high``, a bound is not between e^-20 and e^20 (0 and
-            infinity mean no bound), or the tensors do not fit.
+        ValueError: ``low`` is above ``high``, a bound is not between e^-20 and e^20 (0 and infinity
+            mean no bound), or a tensor has the wrong shape or dtype.
     """
     _require_interval(low, high)
     r = token_ratio(logprobs, behavior_logprobs).detach()
@@ -150,8 +154,8 @@ def geometric_rejection(
     example in the documentation of verl's rollout correction.
 
     Raises:
-        ValueError: ``low`` is above ``high``, a bound is not between e^-20 and e^20 (0 and
-            infinity mean no bound), or the tensors do not fit.
+        ValueError: ``low`` is above ``high``, a bound is not between e^-20 and e^20 (0 and infinity
+            mean no bound), or a tensor has the wrong shape or dtype.
     """
     _require_interval(low, high)
     mean = sequence_ratio(
@@ -177,7 +181,8 @@ def veto(
     (github.com/volcengine/verl).
 
     Raises:
-        ValueError: ``threshold`` is not between e^-20 and e^20, or the tensors do not fit.
+        ValueError: ``threshold`` is not between e^-20 and e^20, or a tensor has the wrong shape or
+            dtype.
     """
     require_reachable("threshold", threshold, bound=threshold, off=None)
     r = token_ratio(logprobs, behavior_logprobs.where(loss_mask, 0.0)).detach()

@@ -73,8 +73,8 @@ class Statistics:
             aux: the second result of the token loss.
 
         Raises:
-            ValueError: the tensors do not fit, or ``behavior_logprobs`` is not finite at a trained
-                token.
+            ValueError: a tensor has the wrong shape or dtype, or ``behavior_logprobs`` is not
+                finite at a trained token.
         """
         self._minibatches += self._minibatch_ended
         self._minibatch_ended = False
@@ -164,8 +164,8 @@ def mismatch_kl(
         version: the version of the trainer's weights, which gave ``logprobs``.
 
     Raises:
-        ValueError: the tensors do not fit, or ``behavior_logprobs`` is not finite at a trained
-            token.
+        ValueError: a tensor has the wrong shape or dtype, or ``behavior_logprobs`` is not finite at
+            a trained token.
     """
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
     same = loss_mask & (versions == version)

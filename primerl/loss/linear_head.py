@@ -55,7 +55,7 @@ def linear_logprobs(
         chunk_tokens: the maximum number of rows to compute at once.
 
     Raises:
-        ValueError: a shape or dtype does not fit the others, a selected label is outside the
+        ValueError: a shape or dtype does not match the others, a selected label is outside the
             vocabulary, ``temperature`` is not finite and above 0, or ``chunk_tokens`` is below 1.
     """
     _check_head(hidden, weight, chunk_tokens)

@@ -48,8 +48,8 @@ def token_logprobs(
         temperature: one number for all rows, or ``[t]``.
 
     Raises:
-        ValueError: a shape or dtype does not fit the others, a label is outside the vocabulary, or
-            ``temperature`` is not finite and above 0.
+        ValueError: a shape or dtype does not match the others, a label is outside the vocabulary,
+            or ``temperature`` is not finite and above 0.
     """
     check_values(labels, temperature, None, vocabulary=logits.shape[1])
     log_p = _log_softmax(logits, temperature)

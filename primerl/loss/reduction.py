@@ -28,7 +28,8 @@ def token_mean(
     long sequences weigh more (the token-level loss of DAPO, arXiv:2503.14476, equation 12).
 
     Raises:
-        ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
+        ValueError: ``denom`` is not above zero while rows are selected, or a tensor has the wrong
+            shape or dtype.
     """
     return _masked_sum(x, mask, denom, "tokens")
 
@@ -49,7 +50,8 @@ def sequence_mean(
     ``all_sum`` sums over the ranks that share documents.
 
     Raises:
-        ValueError: ``denom`` is not above zero while rows are selected, or the tensors do not fit.
+        ValueError: ``denom`` is not above zero while rows are selected, or a tensor has the wrong
+            shape or dtype.
     """
     _, count = sequence_sums(x, mask, sequence_ids, all_sum=all_sum)
     lengths = count.clamp(min=1)[sequence_ids]
@@ -74,7 +76,7 @@ def fixed_length_mean(
 
     Raises:
         ValueError: ``length`` is not above zero, ``denom`` is not above zero while rows are
-            selected, or the tensors do not fit.
+            selected, or a tensor has the wrong shape or dtype.
     """
     if not length > 0:
         raise ValueError(f"length is {length}; expected a number of tokens, above 0")

@@ -78,7 +78,7 @@ def clipped(
     Raises:
         ValueError: a clip is negative, ``clip_low`` is above 1, ``dual_clip`` is not above 1, one
             of these is out of reach of clamped ratios (1.0, infinity and None, respectively, mean
-            no bound), or the tensors do not fit.
+            no bound), or a tensor has the wrong shape or dtype.
     """
     _require_clips(clip_low, clip_high)
     if dual_clip is not None:
@@ -151,7 +151,8 @@ def cispo(
 
     Raises:
         ValueError: a clip is negative, ``clip_low`` is above 1, a clip is out of reach of clamped
-            ratios (1.0 and infinity, respectively, mean no bound), or the tensors do not fit.
+            ratios (1.0 and infinity, respectively, mean no bound), or a tensor has the wrong shape
+            or dtype.
     """
     _require_clips(clip_low, clip_high)
     r = ratio_by(ratio, logprobs, behavior_logprobs).detach()
@@ -178,7 +179,7 @@ def topr(
     length_normalized=False)``. ``aux["clipped"]`` is 1 where r is clipped to 1.
 
     Raises:
-        ValueError: the tensors do not fit.
+        ValueError: a tensor has the wrong shape or dtype.
     """
     r = ratio_by(ratio, logprobs, behavior_logprobs).detach()
     good = advantages > 0
@@ -205,7 +206,7 @@ def sapo(
     Source: SAPO, arXiv:2511.20347; the default temperatures are those of the paper.
 
     Raises:
-        ValueError: a gate is not above 0, or the tensors do not fit.
+        ValueError: a gate is not above 0, or a tensor has the wrong shape or dtype.
     """
     if not (gate_positive > 0 and gate_negative > 0):
         raise ValueError(
@@ -244,7 +245,8 @@ def decoupled(
 
     Raises:
         ValueError: a clip is negative, ``clip_low`` is above 1, a clip is out of reach of clamped
-            ratios (1.0 and infinity, respectively, mean no bound), or the tensors do not fit.
+            ratios (1.0 and infinity, respectively, mean no bound), or a tensor has the wrong shape
+            or dtype.
     """
     _require_clips(clip_low, clip_high)
     u = ratio_by(ratio, logprobs, proximal_logprobs)

@@ -37,7 +37,8 @@ def dppo(
     prime-rl. ``aux["dropped"]`` is 1 for a dropped token.
 
     Raises:
-        ValueError: a bound is neither within [0, 1) nor infinite, or the tensors do not fit.
+        ValueError: a bound is neither within [0, 1) nor infinite, or a tensor has the wrong shape
+            or dtype.
     """
     _require_shift("mask_low", mask_low)
     _require_shift("mask_high", mask_high)
@@ -64,7 +65,8 @@ def ipo(
     trust region of arXiv:2602.04879. ``aux["dropped"]`` is 1 for a dropped token.
 
     Raises:
-        ValueError: ``threshold`` is neither within [0, 1) nor infinite, or the tensors do not fit.
+        ValueError: ``threshold`` is neither within [0, 1) nor infinite, or a tensor has the wrong
+            shape or dtype.
     """
     _require_shift("threshold", threshold)
     dropped = _shift(logprobs, behavior_logprobs).abs() > threshold
@@ -96,7 +98,8 @@ def distill(
     ``aux["dropped"]`` is 1 for a dropped token, ``aux["ref_kl"]`` is ``logprobs - ref_logprobs``.
 
     Raises:
-        ValueError: ``mask_low`` is neither within [0, 1) nor infinite, or the tensors do not fit.
+        ValueError: ``mask_low`` is neither within [0, 1) nor infinite, or a tensor has the wrong
+            shape or dtype.
     """
     _require_shift("mask_low", mask_low)
     lead = (upcast(ref_logprobs) - upcast(logprobs)).detach()

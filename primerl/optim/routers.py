@@ -31,7 +31,7 @@ class Routers:
         return (layer, "") in self._routers or (layer, own) in self._routers
 
     def _block(self, path: str) -> str:
-        """Return the path of the parent of an experts module, outside its adapters."""
+        """Return the path of the module that contains the experts, skipping adapters' wrappers."""
         path = path.rpartition(".")[0]
         while path and hasattr(self._modules[path], "base_layer"):
             path = path.rpartition(".")[0]

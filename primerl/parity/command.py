@@ -88,7 +88,7 @@ def all_kinds(world: int) -> list[MeshPlan]:
 def applicable(
     family: str, plans: Sequence[MeshPlan]
 ) -> tuple[list[MeshPlan], list[tuple[MeshPlan, str]]]:
-    """Remove options that don't apply to a family.
+    """Remove from mesh plans the options that don't apply to a family.
 
     Returns:
         The remaining plans, and each plan that was changed, with the reason.

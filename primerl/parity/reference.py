@@ -112,7 +112,7 @@ def _document(token_ids: list[int], begin: int, number: int) -> ReferenceDocumen
 
 
 def sampled(model: Any, drawn: Sequence[ReferenceDocument]) -> list[ReferenceDocument]:
-    """Add behavior logprobs: the model's, shifted so that some ratios are clipped."""
+    """Add behavior logprobs to documents: the model's, shifted so that some ratios get clipped."""
     done = []
     with torch.no_grad():
         for document in drawn:
@@ -135,7 +135,7 @@ def score(model: Any, document: ReferenceDocument) -> tuple[Tensor, Tensor]:
 def objective(
     document: ReferenceDocument, logprobs: Tensor, entropies: Tensor, bonus: float
 ) -> Tensor:
-    """Sum ``-min(r A, clip(r) A) - bonus * entropy`` over trained tokens."""
+    """Return the sum of ``-min(r A, clip(r) A) - bonus * entropy`` over trained tokens."""
     behavior = torch.tensor(document.behavior_logprobs[1:], dtype=torch.float64)
     advantages = torch.tensor(document.advantages[1:], dtype=torch.float64)
     ratio = (logprobs - behavior).exp()

@@ -15,7 +15,7 @@ _SAMPLE = 2**20
 
 @attrs.frozen(kw_only=True)
 class Traffic:
-    """Bytes that are sent in a step."""
+    """Numbers of bytes that are sent in one training step."""
 
     route_token: int
     """Bytes of routes per token. ``replay.encode`` compresses them to 0.5 to 0.8 of that."""

@@ -34,7 +34,7 @@ class RouteCounts:
         self._lost += 1
 
     def add(self, recorded: Tensor, differing: Tensor) -> None:
-        """Add one layer's masks of tokens: experts were recorded; they differ from the router's."""
+        """Count one layer's tokens: those with recorded experts, and those where they differ."""
         numbers = [recorded.new_tensor(recorded.numel(), dtype=torch.int64)]
         self._total.add(torch.stack([*numbers, recorded.sum(), differing.sum()]))
 

@@ -153,7 +153,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:
-    """Return the module around the experts, outside of peft's wrappers with a ``base_layer``."""
+    """Return the module that contains the experts, skipping peft's wrappers around them."""
     parent = model.get_submodule(name.rpartition(".")[0])
     while hasattr(parent, "base_layer"):
         name = name.rpartition(".")[0]

@@ -472,14 +472,14 @@ class _RouteConnection:
     def _one_wait(self) -> Iterator[None]:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
-            raise TimeoutError(f"{self} took too long")
+            raise TimeoutError(f"{self} did not answer in time")
         self._http.timeout = remaining
         if self._http.sock is not None:
             self._http.sock.settimeout(remaining)
         try:
             yield
         except TimeoutError:
-            raise TimeoutError(f"{self} took too long") from None
+            raise TimeoutError(f"{self} did not answer in time") from None
         except (OSError, http.client.HTTPException) as error:
             raise ConnectionError(f"{self}: {error}") from None
 

@@ -64,7 +64,7 @@ class EngineCase:
         return answer
 
     async def publish(self, version: int) -> None:
-        """Publish weights as ``version``; skip the check if there is no ``update``."""
+        """Publish weights as ``version``; skip the check if the case has no ``update``."""
         if self.update is None:
             raise Skipped("no update= was given")
         await asyncio.to_thread(self.update, version)

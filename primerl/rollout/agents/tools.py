@@ -45,7 +45,7 @@ class Tool:
 
 @runtime_checkable
 class Runtime(Protocol):
-    """A place that runs commands, with the part of verifiers' ``Runtime`` that ``shell`` uses."""
+    """Protocol of objects that run commands: the part of verifiers' ``Runtime`` for ``shell``."""
 
     async def run(self, argv: list[str], env: dict[str, str]) -> Any:
         """Run a command, and return an object with ``exit_code``, ``stdout`` and ``stderr``."""
@@ -79,7 +79,7 @@ def shell(runtime: Runtime, *, name: str = "bash", workdir: str | None = None) -
 
 @runtime_checkable
 class Files(Protocol):
-    """A place that stores files, with the part of verifiers' ``Runtime`` that ``editor`` uses."""
+    """Protocol of objects that store files: the part of verifiers' ``Runtime`` for ``editor``."""
 
     async def read(self, path: str, max_bytes: int | None = None) -> bytes:
         """Return the content of a file."""

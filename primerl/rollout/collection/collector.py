@@ -152,7 +152,7 @@ class Collector:
         self._scheduler.cancel_unusable(self._taken + 1)
 
     def give_back(self, delivery: int) -> None:
-        """Record that the trainer gave up a ``take``, so its groups did not arrive."""
+        """Put the groups of an abandoned ``take`` back: they did not reach the trainer."""
         self._ended_delivery = delivery
         self._buffer.give_back()
         self._scheduler.notify_change()

@@ -22,9 +22,9 @@ class Load:
 
     Args:
         in_flight: rollouts in flight: whole groups of ``group_size``.
-        queued: requests that wait for room.
+        queued: requests that wait in the engines' queues.
         preemptions: requests that were preempted.
-        kv_use: the share of KV cache in use, 0 to 1, of the engine that uses most.
+        kv_use: the share of the KV cache in use, 0 to 1, of the engine where it is largest.
         group_size: rollouts that are started together.
     """
 

@@ -85,7 +85,7 @@ class TemplateRenderer:
     def tokens_after(
         self, reply_ids: list[int], new_messages: Sequence[Message], *, tools: Tools | None = None
     ) -> list[int] | None:
-        """Return the tokens between a reply and the reply to ``new_messages``.
+        """Return the tokens that ``new_messages`` add between a reply and the next reply.
 
         Return None if the conversation has to be rendered anew, because one of the messages is the
         assistant's, or because the template changes the prompt or the reply once a turn follows.
@@ -106,10 +106,10 @@ class TemplateRenderer:
     def tokens_appended(
         self, last: int, new_messages: Sequence[Message], *, opening: Sequence[Message]
     ) -> list[int]:
-        """Return the tokens between a reply that ends with ``last`` and the reply to new messages.
+        """Return the tokens that new messages add after a reply whose last token is ``last``.
 
-        For conversations that are never rendered anew, even if the template would now render their
-        earlier turns differently. ``opening`` holds their first messages.
+        This is for conversations that are never rendered anew, even if the template would now
+        render their earlier turns differently. ``opening`` holds their first messages.
         """
         if self._template is None:
             return self._encode(_concatenated(new_messages))

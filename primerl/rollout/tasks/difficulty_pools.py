@@ -145,7 +145,7 @@ class DifficultyPools:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state`` was taken; tasks that are not in it begin as unseen.
+        """Resume from ``state``; tasks that are not in it begin as unseen.
 
         Raises:
             ValueError: the seed has changed.

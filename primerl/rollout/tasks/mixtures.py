@@ -91,7 +91,7 @@ class Mixture:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state`` was taken; if the weights have changed, draws are counted anew.
+        """Resume from ``state``; if the weights have changed, draws are counted anew.
 
         Raises:
             ValueError: the streams have other names.

@@ -31,7 +31,7 @@ class TaskStream(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume exactly where the stream was when ``state`` was taken."""
+        """Resume from ``state``, exactly at the position at which it was saved."""
         ...
 
 
@@ -127,7 +127,7 @@ class InOrder:
         return {"pass": self._pass, "index": self._index, "last": last}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state`` was taken; the tasks before that position are skipped.
+        """Resume from the position in ``state``; the tasks before it are skipped.
 
         Raises:
             ValueError: there are too few tasks, or the last drawn task is now a different one.
@@ -200,7 +200,7 @@ class Shuffled:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume where ``state`` was taken.
+        """Resume from the position in ``state``.
 
         Raises:
             ValueError: the number of tasks or the seed has changed, which would change the order;

@@ -74,7 +74,10 @@ def _carry_out(descriptors: list[int], environment: dict[str, str], *, shared: b
 
 
 def _arrange(descriptor: int) -> int:
-    """Close all other file descriptors, point the streams to /dev/null; return the new number."""
+    """Move ``descriptor`` to a fixed number, close all others, and start a new session.
+
+    The standard streams are pointed to /dev/null. Returns the descriptor's new number.
+    """
     first = os.dup2(descriptor, _OUT_OF_THE_WAY)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(_FIRST_INHERITED):

@@ -31,7 +31,7 @@ _WAYS: dict[str, type[Way]] = {"namespaces": NamespaceSandbox, "landlock": Landl
 
 
 def main(descriptor: int) -> NoReturn:
-    """Become keeper and zygote, which end when their owner ends or closes the socket."""
+    """Fork the zygote, and become its keeper; both end if the owner ends or closes the socket."""
     os.umask(0o022)  # another user may have to enter folders made here
     connection = socket.socket(fileno=descriptor)
     data, _ = messages.receive(connection)
@@ -48,7 +48,7 @@ def main(descriptor: int) -> NoReturn:
 
 
 def _keep(zygote: int, owner: int, folder: str) -> NoReturn:
-    """Wait until zygote or owner ends; then end the zygote and remove the pool's folder."""
+    """Wait until the zygote or the owner ends; then end the zygote and remove the pool's folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal's signals must not end the keeper
     # Processes of sandboxes that survive their init process and the zygote become its children.

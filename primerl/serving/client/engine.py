@@ -131,7 +131,7 @@ class VLLMEngine:
 
     @property
     def version(self) -> PolicyVersion:
-        """The oldest version that a server in use serves; known within 0.2 s of a change."""
+        """The oldest version that any server in use serves, at most 0.2 s out of date."""
         return max(self._known_version, self._connected().fleet.version)
 
     @property

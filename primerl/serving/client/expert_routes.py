@@ -178,7 +178,10 @@ class ExpectedRoutes:
         """
         taken = "" if self._splitter.found else None
         if choice.routed_experts != taken:
-            raise BadCompletion("the response has routed_experts outside its choice, or escaped")
+            raise BadCompletion(
+                "the response has routed_experts outside its choice, or escaped; expected it "
+                "unescaped, inside the choice, as vLLM sends it"
+            )
         if taken is None:
             return None
         await self._decode()

@@ -44,7 +44,7 @@ class SendBarrier:
 
     def __init__(self) -> None:
         self.missing = -1
-        """The number of servers that have not arrived; negative until that number is known."""
+        """The number of servers that are not ready yet; negative until that number is known."""
         self.broken = False
         self._all = asyncio.Event()
         self._over = Event()
@@ -70,7 +70,7 @@ class SendBarrier:
         self._over.set()
 
     def wait(self, update: "Future[Any]") -> bool:
-        """Block the sending thread until all servers have arrived; return False if they can't."""
+        """Block the sending thread until all servers are ready; return False if one is not."""
         update.add_done_callback(lambda _: self._over.set())
         self._over.wait()
         return not self.missing and not self.broken

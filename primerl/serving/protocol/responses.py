@@ -150,7 +150,7 @@ def read_response(
         )
     if usage is not None and usage.completion_tokens not in (None, sampled):
         raise BadCompletion(
-            f"{where} sent {sampled} tokens, and reports that it sampled {usage.completion_tokens}"
+            f"{where} sent {sampled} tokens, but reports that it sampled {usage.completion_tokens}"
         )
     return response
 

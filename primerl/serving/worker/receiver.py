@@ -209,7 +209,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def _repack_experts(self) -> None:
-        """Repack reloaded experts on a CPU, which vLLM 0.32 leaves unpacked but reads as packed."""
+        """Repack reloaded experts on a CPU; vLLM 0.32 does not, although it reads packed ones."""
         if self.device.type != "cpu":
             return
         for module in self.model.modules():
@@ -273,7 +273,7 @@ class BroadcastTransfer(LayerwiseTransfer):
         return connect_nccl(place, self.device)
 
     def _fetch(self, update: BroadcastUpdate) -> None:
-        """Join the trainer's group, unless this worker is already a member."""
+        """Join the trainer's NCCL group, unless this worker is already a member."""
         if self._group != update.group:
             self.shutdown()
             place = join_group(update.address, update.port, timeout_s=_JOIN_S)
@@ -295,7 +295,7 @@ class BroadcastTransfer(LayerwiseTransfer):
         return self._load(received(), None)
 
     def shutdown(self) -> None:
-        """Leave the trainer's group."""
+        """Leave the trainer's NCCL group."""
         if self._communicator is not None:
             self._communicator.destroy()
             self._communicator = self._group = None

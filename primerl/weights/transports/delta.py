@@ -23,7 +23,7 @@ def encode(old: UInt8[np.ndarray, " n"], new: UInt8[np.ndarray, " n_too"]) -> np
     """Encode the difference that turns ``old`` into ``new``.
 
     Returns:
-        ``uint8[m]``, or None if m would not be less than n.
+        ``uint8[m]``, or None if this would not be shorter than ``new`` (m >= n).
 
     Raises:
         ValueError: ``old`` and ``new`` have different lengths.

@@ -62,7 +62,7 @@ class CanaryVerdict:
 
 
 class Canary:
-    """A check, after each publication, that compares an engine with the trainer.
+    """A check of an engine's weights after each publication, by comparison with the trainer.
 
         canary = weights.Canary(model, engine)
         canary.check(version=0)  # calibrates; raises if the engine does not hold these weights
@@ -72,7 +72,7 @@ class Canary:
         if not verdict.passed:
             raise RuntimeError(verdict.reason)
 
-    Each check reads digests of the tensors that every server computes with, and has the server
+    Each check reads digests of the tensors that every server computes with, and has every server
     score and continue fixed sequences. The trainer scores the same tokens by a forward pass. A
     server passes if
 
@@ -85,17 +85,18 @@ class Canary:
     - the sampled tokens' logprobs are those at their temperature, within 3 times the noise (6 times
       in 16 bits). Sampling uses the prefix cache and scoring does not. Therefore the sequences are
       longer than the cache's blocks and always the same;
-    - its scores *moved*: more than half of the change since an earlier check that the trainer
-      predicts was seen. This is a projection over all tokens, so it can be conclusive even if each
-      token's noise is larger than its change. Nothing is concluded if the standard error is above
-      0.2, or the predicted change is not well above the trainer's own rounding error.
+    - its scores *moved*: the trainer's scores predict how the server's scores change between an
+      earlier check and this one, and the server shows more than half of that change. The share is
+      a projection over all tokens, so it can be conclusive even if each token's noise is larger
+      than its change. Nothing is concluded if the standard error of the share is above 0.2, or if
+      the predicted change is not well above the trainer's own rounding error.
 
     If the engine samples under an adapter, the compared tensors are those of the base model. They
-    are compared until they were right once, because they are not trained. The adapter's own tensors
-    are checked by the receipt of each publication. The scores depend on both.
+    are not trained, so they are no longer compared once they have been right on all servers. The
+    adapter's own tensors are checked by the receipt of each publication. The scores depend on both.
 
-    In 16 bits, if all tensors equal the trainer's bit for bit, the scores only need to show gross
-    faults: the tolerance and the largest difference of one token are doubled, and nothing is
+    In 16 bits, if all tensors equal the trainer's bit for bit, the scores only have to reveal
+    gross faults: the tolerance and the largest difference of one token are doubled, and nothing is
     concluded from movement.
 
     All ranks create a canary and call ``check``, because the forward pass of a sharded model is a
@@ -115,8 +116,8 @@ class Canary:
             False for a model whose tensors the engine rearranges in an unknown way (the error names
             them).
         dtype: the dtype that the *engine* computes in. It bounds the root mean square difference of
-            the first check: 1e-4 nats in float32, and 0.3 nats in bfloat16 and float16. More is not
-            noise.
+            the first check: 1e-4 nats in float32, and 0.3 nats in bfloat16 and float16. A
+            larger difference can't be noise.
         tolerance: a tolerance in nats that replaces the calibrated one, also in the first check.
         quantize: the transport's quantizer. The engine's tensors are compared with the quantized
             ones, bit for bit.
@@ -171,7 +172,7 @@ class Canary:
         self._checks = ServerChecks(dtype=dtype, tolerance=tolerance)
         self._rounding: float | None = None
         self._base: dict[str, TensorComparison] = {}
-        """The comparison of the base model under an adapter, kept once its tensors were right."""
+        """The comparison of the base model under an adapter; empty until its tensors were right."""
 
     @property
     def tolerance(self) -> float | None:

@@ -114,7 +114,9 @@ def from_builtins(rows: Iterable[Mapping[str, Any]]) -> list[Reading]:
             if one.kind not in (BYTES, CONTENT) or not known:
                 raise ValueError(f"a reading of kind {one.kind!r} and dtype {one.dtype!r}")
     except ValueError as error:
-        raise RuntimeError(f"an engine's readings of its tensors are malformed: {error}") from error
+        raise RuntimeError(
+            f"the engine's read_weights returned malformed readings: {error}"
+        ) from error
     return readings
 
 

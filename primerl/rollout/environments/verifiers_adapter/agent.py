@@ -52,7 +52,7 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
         await super().run_background(argv, env, log)
 
     async def teardown(self) -> None:
-        """Stop the processes that run in the folder, and remove it."""
+        """Stop the processes that run in the workspace, and remove its folder and port files."""
         if self.used:
             await super().teardown()
         for path in self._port_files:
@@ -70,10 +70,10 @@ class Workspace(_runtimes.SubprocessRuntime):  # type: ignore[misc]
 
 
 class EngineAgent(vf.Agent):  # type: ignore[misc]
-    """An agent of a verifiers environment, sampled by the engine.
+    """An agent of a verifiers environment, whose replies the engine samples.
 
-    Tasks of ``task_type`` have ``shared_tools``. If ``harness`` is None, the agent has the harness
-    that ``config`` specifies.
+    On tasks of ``task_type``, the agent may call the ``shared_tools``. If ``harness`` is None,
+    the agent has the harness that ``config`` specifies.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ def load(
     max_turns: int | None,
     tool_timeout_s: float,
 ) -> Any:
-    """Return verifiers' ``Env`` for ``name``, whose agents by default run on this machine."""
+    """Load the verifiers environment ``name``; by default, its agents run on this machine."""
     _check_version()
     vf: Any = require("verifiers.v1", extra="verifiers")
     package, colon, dataset = name.partition(":")

@@ -163,7 +163,13 @@ class RemoteObject:
         return self._link.ask(do="operate", of=self._number, name=name, args=encoded)
 
     def _calculate(self, name: str, *args: Any, informed: bool) -> Any:
-        """Do arithmetic; if ``informed``, require a remote object as the result, and mark it."""
+        """Do arithmetic in the other sandbox, and return its result.
+
+        If ``informed``, the result must be a remote object, and becomes informed (see the class).
+
+        Raises:
+            TypeError: the operation is informed, but its result is a plain value.
+        """
         answer = self._operate(name, *args)
         if not informed:
             return answer

@@ -20,7 +20,7 @@ class Containers(CommandTier):
 
     @property
     def image(self) -> str:
-        """The image; Docker or podman pulls it if it isn't there yet."""
+        """The container image, which Docker or podman pulls if this machine doesn't have it."""
         return self.options.image or _IMAGE
 
     def command(self, name: str, files: Path | None) -> list[str]:

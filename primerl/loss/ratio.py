@@ -131,7 +131,7 @@ def sequence_ratio(
     trained token has the ratio 1.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, a sequence id is negative or at least 2^24, or
+        ValueError: shapes or dtypes are wrong, a sequence id is negative or at least 2^24, or
             ``behavior_logprobs`` is not finite at a trained token.
     """
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)

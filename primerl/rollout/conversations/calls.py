@@ -148,7 +148,9 @@ def stitch(calls: Sequence[EngineCall], *, temperature: float) -> list[Sample]:
         ValueError: a completion is empty, so there is nothing to train; or a call is listed twice.
     """
     if len({id(call) for call in calls}) < len(calls):
-        raise ValueError("a call is listed twice; its tokens would be trained twice")
+        raise ValueError(
+            "calls has one call twice, so its tokens would be trained twice; pass each call once"
+        )
     untrained = {id(call) for call in calls}
     return [_sample(leaf, untrained, temperature) for leaf in _leaves(calls)]
 

@@ -27,8 +27,9 @@ class Record:
     """The outcome of one evaluation rollout, in JSON's types.
 
     A file of records has one per line, and ``primerl.data`` can read it too. ``reward`` is None if
-    the rollout ended with an ``error``. ``tokens`` is the number of sampled tokens; ``seconds`` includes retries.
-    ``messages`` and ``tools`` are those of the rollout's ``conversation``, if it has one.
+    the rollout ended with an ``error``. ``tokens`` is the number of sampled tokens; ``seconds``
+    includes retries. ``messages`` and ``tools`` are those of the rollout's ``conversation``, if it
+    has one.
     """
 
     environment: str

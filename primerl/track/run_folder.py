@@ -129,7 +129,7 @@ def require_unfinished(folder: Path, planned: int) -> None:
 
 
 def require_arguments(folder: Path, values: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse to resume a run with other ``fixed`` arguments than those with which it was started."""
+    """Refuse to resume a run with other ``fixed`` arguments than it was started with."""
     begun = read_json(folder / ARGS)
     for name in fixed:
         if name not in begun or name not in values:

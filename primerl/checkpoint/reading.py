@@ -29,7 +29,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """The training state and values that rank 0 saves beside tensors."""
+    """The training state and the caller's values, which rank 0 saves in addition to tensors."""
 
     step: int
     optimizer: dict[str, Any]
@@ -131,7 +131,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        ValueError: the manifest is missing, damaged, or for another step.
+        ValueError: the manifest is missing, damaged, or of another step.
     """
     if path.is_symlink():
         raise ValueError("it is a symbolic link, expected a folder")
@@ -154,11 +154,11 @@ def read_manifest(path: Path) -> CheckpointManifest:
     except ValueError as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error}") from None
     if manifest.step != folders.step_of(path):
-        raise ValueError(f"{MANIFEST} is for another step, {manifest.step}")
+        raise ValueError(f"{MANIFEST} is of another step, {manifest.step}")
     ranks = {name for name in manifest.files if name.startswith("rank-")}
     if len(ranks) != manifest.world_size:
         raise ValueError(
-            f"{MANIFEST} has files of {len(ranks)} ranks; expected {manifest.world_size}"
+            f"{MANIFEST} has files of {len(ranks)} ranks, expected {manifest.world_size}"
         )
     if ranks != {folders.rank_file(rank) for rank in range(manifest.world_size)}:
         raise ValueError(f"{MANIFEST} has files of other ranks: {', '.join(sorted(ranks))}")

@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def refusal(self) -> str | None:
-        """Why a run with the first layout and the first server can't start; None if both fit."""
+        """Why the run's layout or server (the first of each) can't run; None if both can."""
         trainer = next((one.refusal for one in self.trainers), None)
         return trainer or next((one.refusal for one in self.servers.values()), None)
 

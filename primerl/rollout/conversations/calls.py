@@ -145,12 +145,11 @@ def stitch(calls: Sequence[EngineCall], *, temperature: float) -> list[Sample]:
     is not in ``calls`` serves as context, and is not trained.
 
     Raises:
-        ValueError: a completion is empty, so there is nothing to train; or a call is listed twice.
+        ValueError: a completion is empty, so there is nothing to train; or ``calls`` contains a
+            call twice.
     """
     if len({id(call) for call in calls}) < len(calls):
-        raise ValueError(
-            "calls has one call twice, so its tokens would be trained twice; pass each call once"
-        )
+        raise ValueError("calls contains an engine call twice, whose tokens would be trained twice")
     untrained = {id(call) for call in calls}
     return [_sample(leaf, untrained, temperature) for leaf in _leaves(calls)]
 

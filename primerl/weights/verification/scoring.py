@@ -81,9 +81,7 @@ def probed(
         sequences, max_new_tokens=new_tokens, temperatures=temperatures, timeout_s=timeout_s
     )
     if not answer:
-        raise RuntimeError(
-            "the engine's probe has no results; expected the results of at least one server"
-        )
+        raise RuntimeError("the engine's probe returned no results: it has no servers")
     rows = []
     for server, results in answer.items():
         for sequence, temperature, result in zip(sequences, temperatures, results, strict=True):

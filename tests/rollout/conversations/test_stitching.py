@@ -132,7 +132,7 @@ def test_a_parent_that_is_left_out_is_context():
 
 def test_a_call_that_is_listed_twice_is_refused():
     one = call([1], [2])
-    with pytest.raises(ValueError, match="listed twice"):
+    with pytest.raises(ValueError, match="an engine call twice"):
         stitch([one, one], temperature=1.0)
 
 

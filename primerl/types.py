@@ -201,7 +201,9 @@ class Sample:
         if len(self.token_ids) == 0:
             raise ValueError(f"{name} has no tokens")
         if self.loss_mask[0]:
-            raise ValueError(f"{name}.loss_mask[0] is set, but token 0 has no context")
+            raise ValueError(
+                f"{name}.loss_mask[0] is set, but token 0 has no context: expected False"
+            )
         if self.token_ids.min() < 0:
             raise ValueError(f"{name}.token_ids holds {self.token_ids.min()}, expected ids >= 0")
         trained = self.behavior_logprobs[self.loss_mask]
@@ -213,7 +215,7 @@ class Sample:
                 "logprobs of at most 0"
             )
         if (self.versions[self.loss_mask] < 0).any():
-            raise ValueError(f"{name}.versions is negative at a token to be trained")
+            raise ValueError(f"{name}.versions is negative at a token to be trained, expected >= 0")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"{name}.temperature is {self.temperature}, expected a number >= 0")
 

@@ -140,7 +140,7 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def layers_of(names: Iterable[str]) -> list[list[str]]:
-    """Group names to gather together: those of one layer, or of one module outside layers."""
+    """Group tensor names by layer, and names outside layers by module, to gather them together."""
     groups: dict[str, list[str]] = {}
     for name in names:
         layer = LAYER.match(name)
@@ -170,7 +170,7 @@ def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a model's tensors to those of its checkpoint, by ``transformers``' conversion."""
+    """Convert a model's tensors to its checkpoint's format, with ``transformers``' conversion."""
     if not hasattr(model, "save_pretrained"):
         return tensors  # a plain module needs no conversion
     loading = require("transformers.core_model_loading", extra="transformers")

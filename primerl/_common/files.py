@@ -40,7 +40,7 @@ def member(folder: Path, name: object, *, may_be_link: bool = False) -> Path:
 
 @contextmanager
 def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a file for writing that gets its name only once all of it is on the disk.
+    """Open a file for writing; it gets the name ``path`` only once all of it is on the disk.
 
     If a file ``spare`` exists and nobody holds a lock on it, its space is overwritten instead of
     creating a new file; it still has its old content then.

@@ -107,7 +107,9 @@ def _why_not(name: str, found: TensorLayout, layout: Mapping[str, TensorLayout])
     if name not in layout:
         return f"{name} is not in the model's layout"
     return (
-        f"{name} came twice" if layout[name] == found else f"{name} is {found}, not {layout[name]}"
+        f"{name} was given twice"
+        if layout[name] == found
+        else f"{name} is {found}, not {layout[name]}"
     )
 
 
@@ -149,7 +151,7 @@ def _span(entry: Mapping[str, object]) -> ByteSpan:
     layout = TensorLayout(_DTYPES[str(entry["dtype"])], tuple(entry["shape"]))  # type: ignore[arg-type]
     start, end = entry["data_offsets"]  # type: ignore[misc]
     if end - start != layout.nbytes:  # type: ignore[has-type]
-        raise ValueError(f"{layout} does not match the offsets {entry['data_offsets']}")
+        raise ValueError(f"{layout} does not fit its data_offsets {entry['data_offsets']}")
     return ByteSpan(layout, start, end)  # type: ignore[has-type]
 
 

@@ -104,7 +104,9 @@ def with_observation_weights(
         if mask is not None:
             weights[mask] = np.broadcast_to(value, weights.shape)[mask]
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise ValueError("the weight of an observation is negative or not finite")
+            raise ValueError(
+                "the weight of an observation is negative or not finite; expected a number >= 0"
+            )
         result.append(attrs.evolve(sample, weights=weights))
     return result
 

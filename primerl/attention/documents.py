@@ -163,8 +163,8 @@ def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
         room = documents[-1].length if documents else 0
         if not 0 <= shared <= room:
             raise ValueError(
-                f"position_ids[{begin}] is {shared}: a document that begins there shares that many "
-                f"tokens with the document before it, which has {room} tokens"
+                f"position_ids[{begin}] is {shared}, the number of tokens shared with the document "
+                f"before; expected 0 to {room}, the length of that document"
             )
         prefix = _first_rows(documents[-1].keys, shared) if shared else ()
         documents.append(Document(begin, end, prefix))

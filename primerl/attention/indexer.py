@@ -77,7 +77,7 @@ class DocumentIndexer(nn.Module):
         *,
         cache: Any = None,  # the argument's name since transformers 5.24
     ) -> Int[Tensor, "b t k"]:
-        """Choose the keys of each row; the arguments are those of the model's indexer."""
+        """Choose the keys to which each row attends; the model's indexer has the same arguments."""
         indexer: Any = self.wrapped[0]
         cache = past_key_values if cache is None else cache
         switched = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)

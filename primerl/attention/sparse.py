@@ -143,7 +143,7 @@ def attend_to_chosen(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor | None, **options: Any) -> Tensor:
-    """Compute attention for the last rows of one document, in parts that bound the mask's size.
+    """Compute attention for the last rows of one document, split to bound the size of the mask.
 
     If there are several parts, each is recomputed in the backward pass, so that only one mask is in
     memory at a time.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """Raised by a training loop that was told to stop, after it has saved; exit code 143.
+    """Raised by a training loop that received a stop signal and has saved; exit code 143.
 
     Args:
         step: the number of policy steps taken.

@@ -102,7 +102,7 @@ class Writer:
             self._thread.join(patience_s)
 
     def write(self, snapshot: RankCheckpoint) -> None:
-        """Write this rank's files; once all ranks' files are on the disk, rank 0 commits them."""
+        """Write this rank's part of a checkpoint; rank 0 commits it once all ranks have written."""
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
         partial = target.with_name(f"{target.name}.partial")

@@ -98,7 +98,7 @@ class _RowsOfParquet:
         cache = Path(datasets.config.HF_DATASETS_CACHE)
         if not _can_be_written(cache):
             raise ValueError(
-                f"{path}: a copy of the Parquet file goes to {cache}, which can't be written: set "
+                f"{path}: datasets copies the Parquet file to {cache}, which is not writable: set "
                 "HF_HOME to a writable folder"
             )
         self._path = path
@@ -203,7 +203,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, place: str) -> dict[str, Any]:
-    """Check a tool call, and decode arguments of JSON to an object, as chat templates expect."""
+    """Check a tool call, and decode JSON arguments to an object, which chat templates expect."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(

@@ -26,9 +26,10 @@ CUT_SHORT = ("length", "context")  # stop reasons of rollouts that ran out of to
 class Record:
     """The outcome of one evaluation rollout, in JSON's types.
 
-    It is a line of a file that ``primerl.data`` reads, too. ``reward`` is None if the rollout ended
-    with an ``error``. ``tokens`` is the number of sampled tokens; ``seconds`` includes retries.
-    ``messages`` and ``tools`` are those of the rollout's ``conversation``, if it has one.
+    A file of records has one per line, and ``primerl.data`` can read it too. ``reward`` is None if
+    the rollout ended with an ``error``. ``tokens`` is the number of sampled tokens; ``seconds``
+    includes retries. ``messages`` and ``tools`` are those of the rollout's ``conversation``, if it
+    has one.
     """
 
     environment: str
@@ -83,7 +84,7 @@ class Record:
         try:
             return msgspec.convert(dict(line), cls)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{line!r:.80} is no record of a rollout: {error}") from None
+            raise ValueError(f"{line!r:.80} is not a record of a rollout: {error}") from None
 
     def as_line(self) -> dict[str, Any]:
         """Return the record as a mapping, in JSON's types."""

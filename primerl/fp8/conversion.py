@@ -104,7 +104,7 @@ def _refuse_wrong_order(model: nn.Module) -> None:
     }
     for what, so in done.items():
         if so:
-            raise ValueError(f"the model is {what} already; the order is {ORDER}")
+            raise ValueError(f"the model is {what} already; apply these steps in the order {ORDER}")
     for name, module in modules.items():
         if isinstance(module, Fp8Linear):
             raise ValueError(f"{name} already multiplies in FP8; call convert_linears once")

@@ -89,7 +89,7 @@ class Statistics:
             aux=aux,
         )
         if self._minibatches > 1:
-            # The weights are no longer those of this version, so a difference is no mismatch.
+            # The weights are no longer those of this version, so a difference is not a mismatch.
             sums["kl_by_staleness"][0] = 0.0
         if loss is not None:
             sums["loss"] = loss.detach().double()

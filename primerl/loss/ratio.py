@@ -149,9 +149,9 @@ def sequence_ratio(
 def sequence_sums(
     x: Tensor, loss_mask: Tensor, sequence_ids: Tensor, *, all_sum: AllSum
 ) -> tuple[Tensor, Tensor]:
-    """The sum of ``x[t]`` over each sequence's trained tokens, and the number of these tokens.
+    """Return the sum of ``x[t]`` over each sequence's trained tokens, and their number.
 
-    Both are detached, and float64, so that the order of summation hardly matters.
+    Both results are detached. They are float64, so that the order of summation hardly matters.
     """
     lowest, highest = sequence_ids.aminmax() if sequence_ids.numel() else (torch.tensor(0),) * 2
     if lowest < 0 or highest >= MOST_SEQUENCES:

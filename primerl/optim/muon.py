@@ -102,7 +102,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with its own hyperparameters; raises the errors of the class."""
+        """Add a parameter group with its own hyperparameters; the errors are those of ``Muon``."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["algorithm"] not in ALGORITHMS:

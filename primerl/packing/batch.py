@@ -216,7 +216,7 @@ def unpack(
     batches = [batch for mine in packed for batch in mine]
     found = [values for mine in rows for values in mine]
     if len(batches) != len(found):
-        raise ValueError(f"rows has values of {len(found)} batches; expected {len(batches)}")
+        raise ValueError(f"rows has values for {len(found)} batches; expected {len(batches)}")
     result: list[dict[str, np.ndarray]] = [{} for _ in samples]
     for batch, values in zip(batches, found, strict=True):
         if batch.sample_ids is None:

@@ -27,9 +27,9 @@ def bins(
         sum over micro-steps of max over ranks of (the cost of the rank's samples),
 
     which is at best the total cost / ``ranks``. Best fit decreasing determines the number of
-    micro-steps. A second packing with this number places samples where ranks would otherwise wait
-    (``_balance``). The cheaper packing is returned, which is that of best fit if micro-batches are
-    too full to balance. The same arguments give the same packing.
+    micro-steps. A second packing, with equally many micro-steps, places samples where ranks would
+    otherwise wait (``_balance``). The cheapest packing is returned; this is best fit if
+    micro-batches are too full to balance. The same arguments give the same packing.
 
     Args:
         lengths: number of tokens of each sample, at least 1.
@@ -193,7 +193,7 @@ def _balance(
     steps: int,
     spread: bool,
 ) -> Int64[np.ndarray, " n"] | None:
-    """Place samples where a rank would wait; return their micro-batches, or None without room.
+    """Place samples where a rank would wait; return their micro-batches, or None if room is short.
 
     The longest samples come first, beginning with one per micro-batch. A rank waits for the most
     expensive rank of its micro-step; the wait is the difference of their costs. If a wait covers

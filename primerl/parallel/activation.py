@@ -70,7 +70,7 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     if every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ValueError(f"the model is already sharded; the order is {ORDER}")
+        raise ValueError(f"the model is already sharded; apply these steps in the order {ORDER}")
     if not model.training:
         raise ValueError(
             "the model is in evaluation mode, where transformers does not recompute activations; "

@@ -1,1 +1,1 @@
-"""Parity checks: sharded training of a family gives the results of plain Hugging Face code."""
+"""Parity checks, which compare sharded training of a model family with plain Hugging Face code."""

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def main(plan_file: str, findings_file: str) -> None:
-    """Compare every family of the plan on those of its meshes that are not done yet."""
+    """Compare every model family of the plan on its remaining meshes, and append the findings."""
     torch.set_num_threads(1)
     plan = json.loads(Path(plan_file).read_text(encoding="utf-8"))
     world = parallel.process_group(timeout_s=plan["timeout_s"])

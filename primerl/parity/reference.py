@@ -100,7 +100,10 @@ def documents(vocabulary: int, *, special: Sequence[int] = ()) -> list[Reference
 
 
 def _document(token_ids: list[int], begin: int, number: int) -> ReferenceDocument:
-    """Make a document trained from a token on, except every seventh, as if from a tool."""
+    """Make a document that is trained from token ``begin`` on.
+
+    Every seventh of these tokens is left untrained, like the output of a tool.
+    """
     places = range(len(token_ids))
     return ReferenceDocument(
         token_ids=token_ids,

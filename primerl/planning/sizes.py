@@ -1,4 +1,4 @@
-"""Counts of a model's parameters: total, active per token, and of experts."""
+"""Parameter counts of a model: all parameters, those active per token, and those of experts."""
 
 from typing import Any
 

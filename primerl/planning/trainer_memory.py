@@ -1,4 +1,4 @@
-"""The memory plan of a trainer's ranks, from a model that the recipe's own wiring prepared."""
+"""The memory plan of a trainer's ranks, computed from a model that the recipe's code prepared."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -11,8 +11,8 @@ The content of a chunk, before compression:
     [bits[layers, t]: not recorded]  gaps[k, layers, t]
 
 A set in increasing order ``x[0] < x[1] < ...`` has the gaps ``x[0], x[1] - x[0] - 1, ...``. If ids
-have two bytes, each place in a set has a plane of low bytes, then one of high bytes. The bits are
-left out if all sets of the chunk are recorded. Each place has its own Huffman code.
+have two bytes, each index in a set has a plane of low bytes, then one of high bytes. The bits are
+left out if all sets of the chunk are recorded. Each index in a set has its own Huffman code.
 
 All bytes before ``chunk 0`` are the head, which has its own checksum. With ``by_popularity``, the
 experts of each layer are renumbered by how many tokens chose them, and ``order[layer, number]`` is
@@ -28,7 +28,7 @@ popularities. From "one code" on, sizes exclude the table, which takes 0.004, 0.
                               uniform  skewed    uniform  skewed    trained
     bound                      0.631    0.483     0.758    0.569     0.571
     here                       0.658    0.515     0.788    0.605     0.578
-    one code for all places    0.656    0.516     0.784    0.599     0.592
+    one code for all indices   0.656    0.516     0.784    0.599     0.592
     columns by layer first     0.656    0.551     0.784    0.650     0.593
     zstd level 3               0.656    0.544     0.784    0.622     0.593
     zstd level 6               0.656    0.538     0.784    0.618     0.593
@@ -86,14 +86,14 @@ def encode_chunk(
     """Encode one chunk of routes, ``ids[t, layers, k]``.
 
     Args:
-        ids: integers, -1 in all k places where nothing was recorded.
+        ids: integers; -1 in all k entries if nothing was recorded.
         experts: number of experts per layer.
         labels: ``[layers, experts]``, the number of each expert by popularity; None to keep ids.
         first_token: the token of row 0, for errors.
         layers: the indices of the layers, for errors.
 
     Raises:
-        ValueError: a set has an expert twice, an id out of range, or -1 in only some places; the
+        ValueError: a set has an expert twice, an id out of range, or -1 in only some entries; the
             message names layer and token.
     """
     tokens, layer_count, k = ids.shape
@@ -197,7 +197,7 @@ def _sorted(columns: np.ndarray) -> list[np.ndarray]:
 
 @functools.cache
 def _comparators(k: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of places that Batcher's odd-even merge sort compares, in order."""
+    """Return the index pairs that Batcher's odd-even merge sort of k items compares, in order."""
     pairs = []
     run = 1
     while run < k:
@@ -271,13 +271,13 @@ def encode(
     """Encode ``rows[t, layers, k]``; the order of experts within a set is not kept.
 
     Args:
-        rows: integers, -1 in all k places of a (token, layer) that was not recorded.
+        rows: integers; -1 in all k entries of a (token, layer) that was not recorded.
         experts: number of experts per layer, at most 32768.
         start: the token of row 0, for errors.
         layers: the indices of the layers, for errors; 0, 1, ... by default.
 
     Raises:
-        ValueError: a set has an expert twice, an id out of range, or -1 in only some places (the
+        ValueError: a set has an expert twice, an id out of range, or -1 in only some entries (the
             message names layer and token); or the rows are not an integer array of this shape.
     """
     return b"".join(encoded_parts(rows, experts=experts, start=start, layers=layers))

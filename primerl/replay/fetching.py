@@ -1,4 +1,4 @@
-"""Prefetching of recorded expert routes: the rows of a batch, read while the last one computes."""
+"""Prefetching of recorded expert routes: reads the next batch's routes during the current batch."""
 
 import json
 import logging
@@ -69,7 +69,7 @@ def fetch(
 def batch_rows(
     batch: RoutedBatch, counts: RouteCounts | None = None
 ) -> Int16[Tensor, "t layers k"] | None:
-    """Read the recorded routes of a batch's rows, onto its device; None without references.
+    """Load the recorded routes of a batch's rows onto its device; return None if there are none.
 
     Raises:
         ValueError: the batch has references, but no ``sample_ids``.
@@ -118,7 +118,7 @@ def recorded_routes(references: Sequence[str], *, span: tuple[int, int]) -> list
         OSError: the data are missing, or their server can't be reached.
     """
     if not references:
-        raise ValueError("a sample has no references to its routes")
+        raise ValueError("a sample has no references to its routes; expected at least one")
     found = [read(reference, span=span) for reference in references]
     for one in found[1:]:
         _check_same_model(one.rows, found[0].rows)
@@ -128,12 +128,12 @@ def recorded_routes(references: Sequence[str], *, span: tuple[int, int]) -> list
 def fill_rows(
     rows: Int16[np.ndarray, "t layers k"], found: Sequence[RecordedRoutes], *, start: int
 ) -> None:
-    """Copy routes into ``rows``, which are -1 and begin at token ``start``.
+    """Copy recorded routes into ``rows``, which begin at token ``start`` and are filled with -1.
 
-    If a token has several routes in ``found``, the first ones are used.
+    If several items of ``found`` have routes of the same token, those of the first are used.
 
     Raises:
-        ValueError: the routes are of another model than the rows.
+        ValueError: the routes and ``rows`` have different layers or experts per token.
     """
     for number, one in enumerate(found):
         _check_same_model(one.rows, rows)

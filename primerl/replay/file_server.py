@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(folder: str, host: str, port: str) -> None:
-    """Serve until the supervisor ends this process."""
+    """Serve the files of ``folder`` until the supervisor ends this process."""
     key = bytearray()
     while byte := os.read(0, 1).strip(b"\n"):
         key += byte

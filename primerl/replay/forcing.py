@@ -151,7 +151,7 @@ class _Passes:
 
 
 class _LayerRoutes:
-    """The recorded experts of one layer, ``[t, k]``, as given and in increasing order."""
+    """The recorded experts of one layer, ``[t, k]``, in recorded order and sorted by id."""
 
     def __init__(self, layer: ExpertLayer, rows: Tensor, ordered: Tensor) -> None:
         device = next(layer.experts.parameters()).device

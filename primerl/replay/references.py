@@ -131,7 +131,9 @@ def _served_place(reference: str) -> ServedPlace:
         raise ValueError(f"{reference!r:.200} is not an address of recorded routes")
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
-        raise ValueError(f"set {KEY_VARIABLE} to the key of the server of routes")
+        raise ValueError(
+            f"the routes are on a server that requires a key; set {KEY_VARIABLE} to its key"
+        )
     address = reference.rpartition(".")[0]
     if not hmac.compare_digest(_code(address, key), found["code"]):
         raise ValueError(

@@ -53,13 +53,13 @@ def ordered_sets(
     """Return ``ids[t, layers, k]`` as int16, with each expert set in increasing order.
 
     Args:
-        ids: integers, -1 in all k places where nothing was recorded.
+        ids: integers; -1 in all k entries if nothing was recorded.
         experts: number of experts per layer.
         first_token: the token of row 0, for errors.
         layers: the indices of the layers, for errors.
 
     Raises:
-        ValueError: a set has an expert twice, an id out of range, or -1 in only some places.
+        ValueError: a set has an expert twice, an id out of range, or -1 in only some entries.
     """
     if _are_ordered_sets(ids, experts):
         return ids.astype(np.int16)
@@ -87,7 +87,7 @@ def missing_sets(
     """Return a mask ``bool[t, layers]`` of the sets not recorded; None if all were recorded.
 
     Raises:
-        ValueError: an id is out of range, or a set has -1 in only some places.
+        ValueError: an id is out of range, or a set has -1 in only some entries.
     """
     lowest = ids.min(initial=0)
     if lowest < -1 or ids.max(initial=0) >= experts:

@@ -93,7 +93,8 @@ class Store:
         self._key = os.environ.get(KEY_VARIABLE, "") if host is not None else ""
         if host is not None and not (self._key.isascii() and self._key.isprintable() and self._key):
             raise ValueError(
-                f"set {KEY_VARIABLE} to a key of printable ASCII characters, which readers send"
+                f"serving routes on host= needs a key: set {KEY_VARIABLE} to printable ASCII "
+                "characters, here and for all readers"
             )
         self.shape = shape
         self._within = None if folder is None else Path(folder).resolve()
@@ -146,7 +147,7 @@ class Store:
 
         Args:
             rows: integers ``[t, layers, k]``, or ``[t, decoder_layers, k]``, of which only layers
-                with experts are stored; -1 in all k places where nothing was recorded.
+                with experts are stored; -1 in all k entries if nothing was recorded.
             start: the index of row 0's token.
             versions: integers ``[t]``: the policy version of each row.
             shared: the number of first rows that other rollouts may have too, such as those of a

@@ -362,8 +362,8 @@ class Worker:
 
         Times in seconds: ``trainer_wait_s`` in ``take``; ``evaluation_wait_s`` waiting for
         evaluations; ``rollout_wait_s`` while the staleness bound let no group run;
-        ``loop_lag_p99_s`` and ``loop_lag_max_s``, by how much the worker's event loop was late,
-        over the last two minutes and ever.
+        ``loop_lag_p99_s`` and ``loop_lag_max_s``, the lag of the worker's event loop: its 99th
+        percentile over the last two minutes, and its maximum since the worker was started.
         """
         if self._last_stats is not None:
             return self._last_stats

@@ -79,7 +79,7 @@ class SandboxLimits:
         processes: number of processes and threads.
         open_files: open files of each process.
         all_open_files: open files of all processes together.
-        output_bytes: bytes of stdout, and of stderr, of one run.
+        output_bytes: bytes of stdout of one run; the same limit applies to stderr.
     """
 
     memory_bytes: int = 512 << 20

@@ -26,8 +26,8 @@ def check_engine(
             testing.check_engine(engine, update=weights.SharedMemory(model, engine).publish)
 
     The checks (``engine_checks.CHECKS``) run one after another, on an event loop in another thread.
-    If the engine does not have the protocol, or a check times out, the remaining checks are not
-    run.
+    If the engine does not implement the protocol, or a check times out, the remaining checks are
+    not run.
 
     Args:
         engine: the engine, already started.

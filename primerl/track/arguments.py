@@ -31,7 +31,7 @@ def command_line(
 ) -> Arguments:
     """Parse this script's command line; with ``--resume``, start from the resumed run's arguments.
 
-    The folder of a resumed run holds the arguments that the run was begun with. They are the
+    The folder of a resumed run holds the arguments with which the run was started. They are the
     defaults, so only arguments that change need be given. ``Run`` refuses changes of its ``fixed``
     arguments.
 
@@ -87,7 +87,7 @@ def command_line(
 def _begun(
     kind: type[Arguments], folder: Path, presets: Mapping[str, Mapping[str, Arguments]]
 ) -> Arguments:
-    """Return the arguments that the run in ``folder`` was begun with, to resume it.
+    """Return the arguments with which the run in ``folder`` was started, to resume it.
 
     Arguments that the script has gained since then get the values of the run's preset.
     """
@@ -100,7 +100,7 @@ def _begun(
     try:
         return msgspec.convert(begun, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{folder} is no run of this script: {ARGS}: {error}") from None
+        raise ValueError(f"{folder} is not a run of this script: {ARGS}: {error}") from None
 
 
 def _require_extras(args: Any, extras: Callable[[Any], Iterable[str]]) -> None:

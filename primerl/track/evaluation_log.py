@@ -1,4 +1,7 @@
-"""The folder of an evaluation, with one line per rollout, which survives a killed process."""
+"""The log of an evaluation: a folder to which each rollout is written as soon as it has ended.
+
+An evaluation whose process was killed can therefore continue from its folder.
+"""
 
 import json
 import os
@@ -39,11 +42,11 @@ class EvaluationLog:
     Args:
         folder: the folder, which is created; by default the next free ``runs/NAME-NNN``.
         args: the arguments, an attrs value or a mapping.
-        fixed: names of the ``args`` that must be the same as when the folder was begun.
+        fixed: names of the ``args`` that must be the same as when the evaluation was started.
         name: the script's name; by default, that of the running script.
 
     Raises:
-        ValueError: the folder holds other files, was begun with other arguments, or has a damaged
+        ValueError: the folder holds other files, was started with other arguments, or has a damaged
             line. On entering: another process writes there.
     """
 
@@ -65,7 +68,8 @@ class EvaluationLog:
             require_arguments(self.folder, self._args, fixed)
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise ValueError(
-                f"{self.folder} is not empty, and holds no evaluation; choose another folder"
+                f"{self.folder} is not empty, and does not contain an evaluation; choose another "
+                "folder"
             )
 
     def __enter__(self) -> "EvaluationLog":
@@ -104,7 +108,7 @@ def read_evaluation(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     path = Path(folder) / ROLLOUTS
     if not path.is_file():
-        raise ValueError(f"{folder} holds no evaluation: there is no {path}")
+        raise ValueError(f"{folder} does not contain an evaluation: there is no {path}")
     return _read(path)[0]
 
 
@@ -116,9 +120,11 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}, is no record of a rollout: {error}") from None
+            raise ValueError(
+                f"{path}, line {number}, is not a record of a rollout: {error}"
+            ) from None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}, is no record of a rollout: {record!r:.80}")
+            raise ValueError(f"{path}, line {number}, is not a record of a rollout: {record!r:.80}")
         records.append(record)
         end = start + len(line)
     return records, end

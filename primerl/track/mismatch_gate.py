@@ -43,8 +43,8 @@ class MismatchGate:
     alarm if tails are heavy; more tokens per step help. A rise slower than a factor of 1.5 in 200
     steps is the drift that training causes, and the baseline follows it.
 
-    A mismatch that exists from the start is part of the baseline and so is no rise. Therefore the
-    alarm is also on while the median exceeds ``bound``, whatever the baseline, from the first 3
+    A mismatch that exists from the start is part of the baseline and so is not a rise. Therefore
+    the alarm is also on while the median exceeds ``bound``, whatever the baseline, from the first 3
     steps on.
 
     Raises:

@@ -41,7 +41,7 @@ ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # further digits are
 
 @attrs.frozen
 class _Line:
-    """The place of a recorded sequence in its file, with the values that lists of rollouts show."""
+    """The location of a recorded sequence in its file, and its values in lists of rollouts."""
 
     start: int
     length: int
@@ -162,7 +162,7 @@ def _recorded_lines(folder: Path) -> Iterator[_Line]:
             yield _line(start, text)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             where = f"{folder / ROLLOUTS}, line {number}"
-            raise ValueError(f"{where}, is no record of a rollout: {error!r}") from None
+            raise ValueError(f"{where}, is not a record of a rollout: {error!r}") from None
 
 
 def _line(start: int, text: bytes) -> _Line:

@@ -33,7 +33,7 @@ class RunFolder:
         self._ends: dict[str, int] = {}
         self._open: tuple[TextIO, ...] = ()
         if path.exists() and not path.is_dir():
-            raise ValueError(f"{path} is no folder; choose another name for the run's folder")
+            raise ValueError(f"{path} is not a folder; choose another name for the run's folder")
         if state is None:
             self._require_new()
         else:
@@ -129,18 +129,18 @@ def require_unfinished(folder: Path, planned: int) -> None:
 
 
 def require_arguments(folder: Path, values: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse to resume a run whose ``fixed`` arguments differ from those it was begun with."""
+    """Refuse to resume a run with other ``fixed`` arguments than it was started with."""
     begun = read_json(folder / ARGS)
     for name in fixed:
         if name not in begun or name not in values:
             raise ValueError(
-                f"{folder} is no run of this script: {name} is missing either in {folder / ARGS} "
-                "or among the arguments given now"
+                f"{folder} is not a run of this script: the argument {name} is missing "
+                f"either in {folder / ARGS} or among the arguments given now"
             )
         now = json.loads(json.dumps(values[name], default=str))
         if now != begun[name]:
             raise ValueError(
-                f"{folder} was begun with {name}={begun[name]!r}, and is resumed with "
+                f"{folder} was started with {name}={begun[name]!r}, and is resumed with "
                 f"{name}={now!r}; a resumed run keeps its {', '.join(fixed)}"
             )
 
@@ -241,9 +241,9 @@ def _step_of(path: Path, number: int, line: bytes) -> int:
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}, is no record of a run: {error!r}") from None
+        raise ValueError(f"{path}, line {number}, is not a record of a run: {error!r}") from None
     if not isinstance(step, int):
-        raise ValueError(f"{path}, line {number}, is no record of a run: its step is {step!r}")
+        raise ValueError(f"{path}, line {number}, is not a record of a run: its step is {step!r}")
     return step
 
 

@@ -83,7 +83,7 @@ class Run:
 
     Raises:
         ValueError: the folder holds a run; or, with ``state``, it is not that run's folder, or the
-            run is finished or was begun with other arguments. On entering: another process writes
+            run is finished or was started with other arguments. On entering: another process writes
             there.
     """
 
@@ -140,8 +140,8 @@ class Run:
             raise ValueError("state has no steps; expected the value that Run.state returned")
         if state.get("name") != self._name:
             raise ValueError(
-                f"{self.folder} is a run of {state.get('name')}, and this is {self._name}; resume "
-                "it with the script that began it"
+                f"{self.folder} is a run of the script {state.get('name')}, but this script is "
+                f"{self._name}; resume the run with the script that started it"
             )
 
     def __enter__(self) -> "Run":

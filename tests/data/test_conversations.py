@@ -80,7 +80,7 @@ def test_parquet_without_a_place_for_its_copy_is_refused(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "chats.parquet", [row(0)])
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "cache")
-    with pytest.raises(ValueError, match="chats.parquet: .* can't be written: set HF_HOME"):
+    with pytest.raises(ValueError, match="chats.parquet: .* is not writable: set HF_HOME"):
         data.Conversations(path)
 
 

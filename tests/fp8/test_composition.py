@@ -57,4 +57,7 @@ def test_sharded_trainers_publish_and_load_the_same_bytes(found):
 
 def test_a_sharded_model_is_refused(found):
     for rank_found in found:
-        assert "the model is sharded already; the order is fp8 -> adapters" in rank_found["refused"]
+        assert (
+            "the model is sharded already; apply these steps in the order fp8 -> adapters"
+            in rank_found["refused"]
+        )

@@ -95,8 +95,8 @@ def quantized(model):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (compiled, "the model is compiled already; the order is fp8 -> adapters -> recompute"),
-        (adapted, "the model is adapted already; the order is fp8 -> adapters"),
+        (compiled, "the model is compiled already; apply these steps in the order fp8 -> adapters"),
+        (adapted, "the model is adapted already; apply these steps in the order fp8 -> adapters"),
         (lambda m: parallel.recompute(m.train()), "set to recompute activations already"),
         (lambda m: fp8.convert_linears(m, form=FORM) and m, "call convert_linears once"),
         (quantized, r"up_proj has dtype torch.float8_e4m3fn, which can't be trained"),

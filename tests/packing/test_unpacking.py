@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused():
     (batch,) = packed[0]
     rows = torch.zeros(7)
 
-    with pytest.raises(ValueError, match="rows has values of 0 batches; expected 1"):
+    with pytest.raises(ValueError, match="rows has values for 0 batches; expected 1"):
         packing.unpack(packed, [[]], TWO)
     with pytest.raises(ValueError, match="logprobs has 6 rows; expected 7"):
         packing.unpack(packed, [[{"logprobs": rows[:6]}]], TWO)

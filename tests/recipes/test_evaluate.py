@@ -174,7 +174,7 @@ def test_two_results_are_compared_on_the_same_tasks(recipe, tmp_path, capsys):
 def test_what_makes_no_evaluation_is_refused_before_anything_loads(recipe, tmp_path):
     with pytest.raises(ValueError, match="nothing to evaluate: pass --model MODEL, or --endpoint"):
         recipe.Args(env=("reverse-words",))
-    with pytest.raises(ValueError, match="holds no evaluation"):
+    with pytest.raises(ValueError, match="does not contain an evaluation"):
         recipe.main(
             recipe.Args(
                 env=("reverse-words",),

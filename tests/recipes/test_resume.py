@@ -241,14 +241,14 @@ def test_a_finished_run_is_not_trained_again(told, resume):
 def test_a_resumed_run_keeps_its_tasks_and_what_its_checkpoint_decides(resume, name, now, begun):
     said = resume(**{name: now})
 
-    assert f"was begun with {name}={begun}, and is resumed with {name}={now}" in said
+    assert f"was started with {name}={begun}, and is resumed with {name}={now}" in said
 
 
 @pytest.mark.thorough
 def test_another_script_s_run_is_not_resumed(resume, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sync_grpo.py"])
 
-    assert "is a run of recipe_with_signal, and this is sync_grpo" in resume()
+    assert "is a run of the script recipe_with_signal, but this script is sync_grpo" in resume()
 
 
 @pytest.mark.thorough

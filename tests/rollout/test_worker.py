@@ -472,7 +472,7 @@ def test_an_error_in_the_trainer_is_not_hidden_by_closing():
         ({"quarantine_after": 0}, "quarantine_after is 0"),
         ({"group_timeout_s": 0}, "group_timeout_s is 0"),
         ({"start_timeout_s": 0}, "start_timeout_s is 0"),
-        ({"state": b"junk"}, "no state of a rollout worker"),
+        ({"state": b"junk"}, "not that of a rollout worker"),
     ],
 )
 def test_invalid_arguments_are_refused_before_it_starts(change, message):

@@ -144,12 +144,12 @@ def test_what_is_no_run_of_this_script_is_refused(given, folder, tmp_path):
     for wrong in ({"lr": "high"}, {"dtype": "int8"}):
         (folder / "args.json").write_text(json.dumps(arguments | wrong))
         with pytest.raises(
-            ValueError, match=r"is no run of this script: args\.json: .*\$\.(lr|dt)"
+            ValueError, match=r"is not a run of this script: args\.json: .*\$\.(lr|dt)"
         ):
             given("--resume", folder)
     del arguments["model"]
     (folder / "args.json").write_text(json.dumps(arguments))
-    with pytest.raises(ValueError, match="is no run of this script.*`model`"):
+    with pytest.raises(ValueError, match="is not a run of this script.*`model`"):
         given("--resume", folder)
 
 

@@ -46,14 +46,16 @@ def test_a_line_that_a_killed_process_left_is_written_anew(tmp_path):
 def test_other_fixed_arguments_are_refused_and_nothing_changes(tmp_path):
     with track.EvaluationLog(tmp_path / "run", args={"model": "m"}) as log:
         log.add({"task": "a"})
-    with pytest.raises(ValueError, match="was begun with model='m', and is resumed with model='n'"):
+    with pytest.raises(
+        ValueError, match="was started with model='m', and is resumed with model='n'"
+    ):
         track.EvaluationLog(tmp_path / "run", args={"model": "n"}, fixed=["model"])
     assert track.read_evaluation(tmp_path / "run") == [{"task": "a"}]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty, and holds no evaluation"):
+    with pytest.raises(ValueError, match="is not empty, and does not contain an evaluation"):
         track.EvaluationLog(tmp_path)
 
 
@@ -64,12 +66,12 @@ def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path):
     for broken in ("not json\n", '["no mapping"]\n', "[" * 100_000 + "\n"):
         path.write_text('{"task": "a"}\n' + broken)
         with (
-            pytest.raises(ValueError, match="line 2, is no record"),
+            pytest.raises(ValueError, match="line 2, is not a record"),
             track.EvaluationLog(path.parent),
         ):
             pass
         assert path.read_text() == '{"task": "a"}\n' + broken
-        with pytest.raises(ValueError, match="line 2, is no record"):
+        with pytest.raises(ValueError, match="line 2, is not a record"):
             track.read_evaluation(path.parent)
 
 
@@ -101,7 +103,7 @@ def test_an_error_says_how_to_continue(tmp_path):
 
 
 def test_what_is_no_evaluation_has_no_plays(tmp_path):
-    with pytest.raises(ValueError, match="holds no evaluation"):
+    with pytest.raises(ValueError, match="does not contain an evaluation"):
         track.read_evaluation(tmp_path)
 
 

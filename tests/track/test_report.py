@@ -179,7 +179,7 @@ def test_records_that_were_damaged_hide_no_error_of_the_run(tmp_path, capsys, na
 
     assert f"{tmp_path} has no report: {tmp_path / name}" in capsys.readouterr().err
     assert "half way" in (tmp_path / "summary.json").read_text()
-    with pytest.raises(ValueError, match="is no record|cannot be read"):
+    with pytest.raises(ValueError, match="is not a record|cannot be read"):
         track.write_report([tmp_path])
 
 

@@ -218,7 +218,7 @@ def test_other_files_in_a_run_s_folder_are_left_alone(tmp_path):
 def test_a_file_is_no_folder_of_a_run(tmp_path):
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(ValueError, match="file is no folder"):
+    with pytest.raises(ValueError, match="file is not a folder"):
         track.Run(tmp_path / "file")
 
 
@@ -348,10 +348,14 @@ SEED = {"seed": 0, "lr": 0.1}
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({"seed": 3}, {}, "was begun with seed=0, and is resumed with seed=3; .* keeps its seed"),
-        ({}, {"name": "another"}, "is a run of .*, and this is another"),
+        ({"seed": 3}, {}, "was started with seed=0, and is resumed with seed=3; .* keeps its seed"),
+        ({}, {"name": "another"}, "is a run of the script .*, but this script is another"),
         ({}, {"steps": 2}, "is resumed after step 3, but only 2 steps are planned"),
-        ({}, {"fixed": ["model"]}, "is no run of this script: model is missing either in"),
+        (
+            {},
+            {"fixed": ["model"]},
+            "is not a run of this script: the argument model is missing either in",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path, change, settings, message):
@@ -391,8 +395,8 @@ def test_a_finished_run_says_so_and_goes_on_only_to_more_steps(tmp_path):
 
 
 FOREIGN = {
-    "metrics.jsonl, line 1, is no record of a run": '{"loss": 1}\n',
-    "metrics.jsonl, line 1, is no record": "not JSON\n",
+    "metrics.jsonl, line 1, is not a record of a run": '{"loss": 1}\n',
+    "metrics.jsonl, line 1, is not a record": "not JSON\n",
     "metrics.jsonl, line 1, is no": "[" * 100_000 + "\n",
     "metrics.jsonl, line 1": '{"step": "0"}\n',
     "metrics.jsonl has lines of 1 steps, but the run's state has 3": '{"step": 0}\n',

@@ -253,7 +253,7 @@ def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
 
 
 def _told_from_outside(store: dist.Store, ranks: int) -> bool:
-    """Whether a rank was told to stop, and all ranks are on this host, so none was killed."""
+    """Whether a rank was told to stop and all ranks are on this host, so that none was killed."""
     told = any(store.check([TOLD.format(rank)]) for rank in range(ranks))
     return told and len(_local_processes(store, ranks)) == ranks
 

@@ -81,7 +81,7 @@ class AdaptiveConcurrency:
             )
 
     def after(self, load: Load) -> "AdaptiveConcurrency":
-        """Return the settings with the cap after an observation; a pure function."""
+        """Return settings whose cap is adapted to the observed ``load``; ``self`` is unchanged."""
         cap, trouble_at = self.cap, self.trouble_at
         if load.in_flight > max(1.05 * cap, load.group_size):  # one group may always run
             return self  # a lower cap takes effect slowly: rollouts in flight are never cancelled

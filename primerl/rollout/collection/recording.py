@@ -133,7 +133,7 @@ def decode_group(encoded: dict[str, Any]) -> Group:
     try:
         return _group(msgspec.convert(encoded, type=_GroupRecord))
     except ValueError as error:
-        raise ValueError(f"the content is no encoded group: {error}") from error
+        raise ValueError(f"the content is not an encoded group: {error}") from error
 
 
 def _plain(_: Any, field: Any, value: Any) -> Any:

@@ -55,7 +55,7 @@ def decode_state(content: bytes, plan: CollectionSettings) -> dict[str, Any]:
         state: dict[str, Any] = msgspec.msgpack.decode(content)
         known = state["format"] == STATE_FORMAT
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"the given state is no state of a rollout worker: {error}") from error
+        raise ValueError(f"the given state is not that of a rollout worker: {error}") from error
     if not known:
         raise ValueError(
             f"the worker's state has format {state['format']}, expected {STATE_FORMAT}: it "

@@ -1,7 +1,7 @@
 """Reasons why a step can't be filled: found at once, or after a timeout without progress.
 
 A wait makes progress only when one more group is ready that the step can use. Groups that are
-refused, too old, too new or failed are no progress, however many there are, so they can't keep a
+refused, too old, too new or failed are not progress, however many there are, so they can't keep a
 trainer waiting past its deadline.
 """
 

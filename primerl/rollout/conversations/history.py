@@ -48,7 +48,7 @@ class _Place:
         return self.call.token_ids.tolist() if self.tokens is None else self.tokens
 
     def tokens_after(self, rendered: list[int]) -> list[int] | None:
-        """Return the part of ``rendered`` after the call's tokens; None if it differs before."""
+        """Return ``rendered`` without the call's tokens; None if it does not begin with them."""
         before = self.all_tokens
         return rendered[len(before) :] if rendered[: len(before)] == before else None
 

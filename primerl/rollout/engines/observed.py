@@ -1,4 +1,4 @@
-"""The engine of one attempt at a rollout: records what it samples, and waits during outages."""
+"""An engine wrapper for one attempt of a rollout: records completions, and waits during outages."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence

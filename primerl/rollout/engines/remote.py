@@ -59,7 +59,7 @@ class RemoteEngine:
         return completion
 
     async def metrics(self) -> dict[str, dict[str, float]]:
-        """Return the metrics of the engine in the parent process; raise what it raises there."""
+        """Return the metrics of the engine in the parent process, or raise its error."""
         assert self.channel is not None, "RemoteEngines.find connects it"
         metrics: dict[str, dict[str, float]] = await self.channel.call("metrics", self._index)
         return metrics

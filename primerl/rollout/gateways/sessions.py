@@ -115,7 +115,7 @@ class GatewaySession:
             self._requests.discard(current)
 
     def lost(self, reply: Reply, digest: bytes) -> None:
-        """Store a reply that was not delivered for the next attempt of the same request."""
+        """Keep a reply that was not delivered, to return it if the same request comes again."""
         self._undelivered[digest] = reply
         self.outcomes["disconnected"] += 1
 

@@ -295,9 +295,10 @@ class Init:
 
 
 def introduce(control: socket.socket, set_up: Callable[[], socket.socket | None]) -> None:
-    """Set up a sandbox in this process, and tell its owner; exit if that fails.
+    """Set up a sandbox in this process, and report success or failure to its owner.
 
-    ``set_up`` may return a listening socket, on which the owner then accepts connections.
+    After a failure, this process exits. ``set_up`` may return a listening socket, which is sent to
+    the owner and on which the owner then accepts connections.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
     try:

@@ -7,7 +7,7 @@ _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(path: str) -> None:
-    """Remove a folder with its content as far as possible; a missing folder is no error.
+    """Remove a folder with its content as far as possible; a missing folder is not an error.
 
     Untrusted code may have removed a folder's permissions, or nested folders too deeply for
     recursion. So each folder is first made accessible, and moved to the top before it is emptied.

@@ -51,7 +51,10 @@ def main() -> None:
 
 
 def _reap(wanted: int) -> tuple[int, int]:
-    """Reap ended processes, up to the process ``wanted``; return the last one's pid and status."""
+    """Reap ended processes, up to and including the process ``wanted``.
+
+    Return the pid and status of ``wanted``, or pid 0 if it has not ended.
+    """
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, wanted):

@@ -124,7 +124,7 @@ class Fleet:
         self.tell()
 
     def number(self, label: str | None) -> PolicyVersion | None:
-        """Return the version of a label, or None if this run did not publish it."""
+        """Return the policy version that a label names, or None if this run did not publish it."""
         version = self.labels.number(label)
         if version is None or self.published is None or version <= self.published:
             return version

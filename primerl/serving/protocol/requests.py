@@ -58,11 +58,11 @@ def score_body(
     routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
-    """Return a request for the logprobs of a prompt, which vLLM computes without its prefix cache.
+    """Return a request for the logprobs of a prompt's tokens.
 
-    With ``top_k``, the response also has the logprobs of the likeliest tokens at each position. The
-    computed prefix is cached for later requests with the same ``salt``. The other arguments are
-    those of ``generate_body``.
+    vLLM does not read its prefix cache for them, but it caches the prompt for later requests with
+    the same ``salt``. With ``top_k``, the response also has the logprobs of the likeliest tokens at
+    each position. The other arguments are those of ``generate_body``.
     """
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "detokenize": False}
     if routes_start is not None:

@@ -378,7 +378,7 @@ class WeightReceiver:
         return {"loaded": connector is not None and connector.kv_connector is not None}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
-        """Read digests of the tensors that this worker computes with in place of ``names``."""
+        """Return digests of this worker's tensors that correspond to the published ``names``."""
         return as_builtins(ServedTensors(self.model_runner.model, names, turn=turn).readings())
 
     def prepare_adapter(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Publisher:
         Raises:
             ValueError: ``tensors`` does not match ``layout``; then nothing is published.
         """
-        sent, self._sent = self._sent, None  # after an error, the copy is no base for a delta
+        sent, self._sent = self._sent, None  # after an error, the copy is not a valid base
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):
             manifest, kept = self._write_delta(version, layout, tensors, sent), sent.tensors
@@ -202,7 +202,7 @@ class Publisher:
         for name, tensor in tensors:
             if name not in layout or name in digests:
                 raise ValueError(
-                    f"version {version}: tensor {name} came twice or is not in the layout"
+                    f"version {version}: tensor {name} was given twice or is not in the layout"
                 )
             started = time.perf_counter()
             digests[name] = digest_of(tensor)

@@ -91,7 +91,7 @@ def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
             where adapters are sent, or the reverse.
     """
     if is_first_rank() and not engines:
-        raise ValueError("there is no engine to publish to")
+        raise ValueError("there is no engine to publish to; pass at least one on rank 0")
     if engines and not is_first_rank():
         raise ValueError("only rank 0 publishes to engines; pass none on the other ranks")
     names = [getattr(engine, "adapter", None) for engine in engines]

@@ -47,9 +47,9 @@ class TensorSlice:
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """The digest of a tensor that an engine computes with in place of published ones.
+    """The digest of a tensor with which an engine computes.
 
-    ``parts`` are the published parts that form the tensor; several if the engine merged them.
+    ``parts`` are the parts of published tensors that form it; several if the engine merged them.
     """
 
     parts: tuple[TensorSlice, ...]

@@ -229,7 +229,10 @@ class ServerChecks:
         )
 
     def _shift(self, name: str, one: Observation) -> tuple[float, float]:
-        """Return the mean change of the differences since the last check, and the least visible."""
+        """Return the mean change of the differences since the last check, and the visible change.
+
+        The visible change is the smallest absolute change that would fail.
+        """
         before = None if self._last is None else self._last.get(name)
         if before is None or self._given:
             return 0.0, math.inf
@@ -243,8 +246,8 @@ class ServerChecks:
     def _moved(self, name: str, one: Observation, rounding: float) -> tuple[float | None, float]:
         """Return the share of the predicted change that was seen, and its standard error.
 
-        The change is that since the last passed check, or else since the last conclusive one. The
-        share is None if noise allows no conclusion.
+        The change is measured since the last passed check or, if this is not conclusive, since the
+        last conclusive check. The share is None if noise allows no conclusion.
         """
         error = math.inf
         for reference in (self._last, self._anchor):

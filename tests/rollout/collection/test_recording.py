@@ -207,7 +207,9 @@ def test_a_file_that_is_no_recording_is_named_with_its_problem(tmp_path, whole, 
 
 
 def test_a_malformed_group_is_named():
-    with pytest.raises(ValueError, match="no encoded group: .*missing required field `task_id`"):
+    with pytest.raises(
+        ValueError, match="not an encoded group: .*missing required field `task_id`"
+    ):
         recording.decode_group({})
 
 

@@ -117,7 +117,7 @@ def test_a_stream_that_is_not_what_was_announced_leaves_no_file(tmp_path):
     ]:
         with pytest.raises(ValueError, match=why):
             write_tensors(path, LAYOUT, broken.items())
-    with pytest.raises(ValueError, match="table came twice"):
+    with pytest.raises(ValueError, match="table was given twice"):
         write_tensors(path, LAYOUT, [*good.items(), ("table", good["table"])])
     assert list(tmp_path.iterdir()) == []
 

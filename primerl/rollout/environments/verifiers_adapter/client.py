@@ -49,7 +49,10 @@ class EngineClient(vf.Client):  # type: ignore[misc]
     async def complete(
         self, messages: Sequence[Message], *, tools: Sequence[Any], trace: str
     ) -> ModelReply:
-        """Return the reply to ``messages``, a whole conversation of ``trace`` in OpenAI's format.
+        """Return the policy's reply to a conversation.
+
+        ``messages`` is the whole conversation in OpenAI's format. ``trace`` identifies the trace of
+        verifiers to which it belongs.
 
         Raises:
             ContextFull: the prompt leaves no room for a reply.

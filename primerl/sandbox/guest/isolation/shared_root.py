@@ -50,7 +50,11 @@ def become_user(uid: int) -> None:
 
 
 def check_access(readable: Iterable[str]) -> None:
-    """Raise PermissionError if this process can't read its own library, or a readable path."""
+    """Check that this process can read the interpreter's library and the ``readable`` paths.
+
+    Raises:
+        PermissionError: one of them can't be read.
+    """
     if not os.access(os.__file__, os.R_OK):
         raise PermissionError(
             f"sandboxes can't read the interpreter's library, {os.__file__}; use an interpreter "

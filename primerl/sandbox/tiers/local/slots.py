@@ -207,7 +207,8 @@ class Slot:
             if expected:
                 os.close(descriptors[0])
             raise BadReply(
-                f"{len(descriptors)} file descriptors came from a sandbox, more than expected"
+                f"{len(descriptors)} file descriptors came from a sandbox; expected none, "
+                "or one with its first message"
             )
         if descriptors:
             self.listener = socket.socket(fileno=descriptors[0])

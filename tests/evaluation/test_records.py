@@ -155,7 +155,7 @@ def test_records_are_conversations_to_train_on(tmp_path):
 
 @pytest.mark.parametrize("broken", [{}, {"task": "a"}, record("a").as_line() | {"reward": "high"}])
 def test_a_line_that_is_no_record_is_refused(broken):
-    with pytest.raises(ValueError, match="no record of a rollout"):
+    with pytest.raises(ValueError, match="not a record of a rollout"):
         evaluation.Record.parse(broken)
 
 

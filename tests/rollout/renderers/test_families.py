@@ -50,7 +50,7 @@ def bridges(renderer, turn):
 
 def documented():
     """The table of the documentation: each renderer's name, and what it bridges."""
-    table = DOCS.read_text().split("| renderer in the package |")[1].split("\n\n")[0]
+    table = DOCS.read_text().split("| after tool results |")[1].split("\n\n")[0]
     rows = [line.split("|")[1:4] for line in table.splitlines()[2:]]
     return {
         name.strip(" `"): {"tools": tools.strip() == "yes", "user": user.strip() == "yes"}

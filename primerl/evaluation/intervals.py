@@ -45,7 +45,7 @@ class Comparison:
 def pass_at_k(
     passed: Int64[np.ndarray, " tasks"], samples: Int64[np.ndarray, " tasks"], *, k: int
 ) -> Float64[np.ndarray, " tasks"]:
-    """Return the unbiased estimate of each task's probability that one of k samples passes.
+    """Return the unbiased estimate of each task's pass@k: at least one of k samples passes.
 
         1 - C(n - c, k) / C(n, k)
 

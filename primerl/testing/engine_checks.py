@@ -171,7 +171,7 @@ async def stop_tokens(case: EngineCase) -> None:
 
 
 async def own_answers(case: EngineCase) -> None:
-    """Check that each of many concurrent requests gets the completion of its own prompt.
+    """Check that concurrent requests get the completions of their own prompts.
 
     Each greedy completion is compared with that of a single request. It may differ, because batches
     round differently, but it must not be the completion of another prompt.

@@ -130,7 +130,10 @@ def _plain(what: str, value: Any) -> Any:
         return [_plain(what, one) for one in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"the optimizer's {what} is a {type(value).__name__}, which cannot be saved")
+    raise ValueError(
+        f"the optimizer's {what} is a {type(value).__name__}, which cannot be saved; expected a "
+        "number, a string, a scalar tensor, a list of these, or None"
+    )
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:

@@ -29,7 +29,7 @@ class Activations:
 
 @attrs.define(eq=False)
 class _Counter:
-    """A counter of the bytes that autograd saves, each storage once."""
+    """A counter of the bytes that autograd saves; it counts each storage once."""
 
     ignored: set[int]
     """Addresses of the storages of parameters and buffers."""

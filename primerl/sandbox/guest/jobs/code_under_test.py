@@ -72,7 +72,9 @@ class CodeUnderTest:
 
     def _refer(self, value: Any) -> Any:
         if len(self._objects) > _MOST_OBJECTS:
-            raise MemoryError("the tests refer to too many objects")
+            raise MemoryError(
+                "the tests hold references to too many objects of the code under test"
+            )
         self._objects[id(value)] = value  # kept alive, so that its id stays unique
         about: dict[str, Any] = {"id": id(value)}
         if isinstance(value, type) and issubclass(value, BaseException):

@@ -46,7 +46,7 @@ def prepare_optimizers(
     saved: Mapping[str, Any],
     names: Iterable[str],
 ) -> dict[str, Tensor]:
-    """Set the optimizers' numbers, and return the state tensors to load into, by name.
+    """Restore all of the optimizers' values but tensors; return the tensors to load into, by name.
 
     An optimizer creates its state in its first step, so a step with zero gradients and a learning
     rate of 0 is made here. State that was not saved, such as of experts that never got a token, is

@@ -334,7 +334,7 @@ class WeightReceiver:
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
-            RuntimeError: a ``timeout_s`` above the default was exceeded; or the server takes
+            RuntimeError: a ``timeout_s`` above the default was exceeded; or the server accepts
                 adapters, moves experts or has padded experts, so that vLLM can't reload its
                 weights.
         """

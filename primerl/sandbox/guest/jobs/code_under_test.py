@@ -1,4 +1,4 @@
-"""The server for the code under test, in a sandbox without the tests; see ``testside.py``.
+"""The server for the code under test, in a sandbox without the tests; see ``test_runner.py``.
 
 It serves requests to import modules, get attributes, call functions and so on. Each request is one
 line of JSON on a socket, which is stdin. Plain values are sent by value, and every other object as

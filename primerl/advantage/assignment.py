@@ -51,9 +51,9 @@ def whitened(samples: Iterable[TrainingSample], *, epsilon: float = 1e-8) -> lis
     """Normalize advantages to mean 0 and standard deviation 1 over all trained tokens.
 
     ``A = (A - mean(A)) / (std(A) + epsilon)`` over the tokens of the whole batch, so call it
-    before the batch is divided. If all advantages are equal, they become 0. After ``assign`` with
-    the rewards themselves as advantages, this is the normalization of REINFORCE++; after
-    ``centered``, it is that of REINFORCE++-baseline (arXiv:2501.03262).
+    before the batch is divided into minibatches. If all advantages are equal, they become 0. After
+    ``assign`` with the rewards themselves as advantages, this is the normalization of REINFORCE++;
+    after ``centered``, it is that of REINFORCE++-baseline (arXiv:2501.03262).
 
     Raises:
         ValueError: ``epsilon`` is negative.

@@ -58,7 +58,10 @@ class DocumentIndexer(nn.Module):
     def __init__(self, indexer: nn.Module, gather: GatherRows | None = None) -> None:
         super().__init__()
         if next(indexer.named_parameters(recurse=False), None) or indexer._buffers:
-            raise ValueError(f"{type(indexer).__name__} has parameters outside its submodules")
+            raise ValueError(
+                f"{type(indexer).__name__} has parameters outside its submodules, so it can't be "
+                "wrapped for packed documents"
+            )
         for name, child in indexer.named_children():
             self.add_module(name, child)
         # In a tuple, so that the indexer's parameters are not registered a second time.

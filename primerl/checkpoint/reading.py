@@ -161,7 +161,9 @@ def read_manifest(path: Path) -> CheckpointManifest:
             f"{MANIFEST} has files of {len(ranks)} ranks, expected {manifest.world_size}"
         )
     if ranks != {folders.rank_file(rank) for rank in range(manifest.world_size)}:
-        raise ValueError(f"{MANIFEST} has files of other ranks: {', '.join(sorted(ranks))}")
+        raise ValueError(
+            f"{MANIFEST} has files of ranks that the run did not have: {', '.join(sorted(ranks))}"
+        )
     return manifest
 
 

@@ -46,7 +46,7 @@ def prepare_optimizers(
     saved: Mapping[str, Any],
     names: Iterable[str],
 ) -> dict[str, Tensor]:
-    """Set the optimizers' numbers, and return the state tensors to load into, by name.
+    """Restore all of the optimizers' values but tensors; return the tensors to load into, by name.
 
     An optimizer creates its state in its first step, so a step with zero gradients and a learning
     rate of 0 is made here. State that was not saved, such as of experts that never got a token, is
@@ -130,7 +130,10 @@ def _plain(what: str, value: Any) -> Any:
         return [_plain(what, one) for one in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"the optimizer's {what} is a {type(value).__name__}, which cannot be saved")
+    raise ValueError(
+        f"the optimizer's {what} is a {type(value).__name__}, which cannot be saved; expected a "
+        "number, a string, a scalar tensor, a list of these, or None"
+    )
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:

@@ -63,7 +63,7 @@ def pass_at_k(
     if not 1 <= k <= fewest:
         raise ValueError(f"k is {k}; expected 1 to {fewest}, the fewest samples of a task")
     if (passed < 0).any() or (passed > samples).any():
-        raise ValueError("passed is not between 0 and the number of samples for every task")
+        raise ValueError("passed must be from 0 to the number of samples, for every task")
     failed = samples - passed
     none_passes = np.ones(len(samples))
     for drawn in range(k):

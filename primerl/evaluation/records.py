@@ -51,12 +51,12 @@ class Record:
         return 0.0 if self.reward is None else self.reward
 
     def passed(self, reward: float) -> bool:
-        """Return whether the rollout ended with at least this reward."""
+        """Return whether the rollout ended without an error and with at least this reward."""
         return self.reward is not None and self.reward >= reward
 
     @classmethod
     def of(cls, played: Outcome, *, environment: str = "") -> "Record":
-        """Return the record of a ``Outcome``."""
+        """Return the record of an ``Outcome``."""
         rollout = played.rollout
         conversation = (rollout.conversation if rollout is not None else None) or {}
         return cls(
@@ -119,7 +119,7 @@ class Scores:
 def scores(
     records: Iterable[Record], *, passing_reward: float = 1.0, confidence: float = 0.95
 ) -> dict[str, Scores]:
-    """Return the scores of a policy on each environment, in the order in which environments come.
+    """Return the scores of a policy on each environment, in the order of first appearance.
 
     If a rollout was repeated, the last record counts.
 

@@ -117,7 +117,7 @@ def _refuse_cut_blocks(stacked: dict[str, nn.Module], form: Format) -> None:
         module: Any = found
         if module.is_transposed:
             raise ValueError(
-                f"{name} stores its matrices transposed, unlike any fine-grained FP8 checkpoint"
+                f"{name} stores its matrices transposed, which no fine-grained FP8 checkpoint does"
             )
         rows = module.gate_up_proj.shape[1] // 2 if module.has_gate else 0
         if rows % form.block:

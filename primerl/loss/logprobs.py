@@ -194,7 +194,7 @@ class _LogprobHead:
         return torch.cat([as_columns(logprobs), as_columns(entropy)], dim=1)
 
     def from_logits(self, logits: Tensor) -> Tensor:
-        """The same of logits ``[t, v]``."""
+        """Logprobs and entropy ``[t, c + 1]`` from logits ``[t, v]``."""
         log_p, labels, chosen = _selected(logits, self.labels, self.temperature, self.rows)
         logprobs = log_p.gather(-1, as_columns(labels).long())
         entropy = logprobs[:, :1]
@@ -223,7 +223,7 @@ class _TopKHead:
         return torch.cat([as_columns(logprobs), top_ids.to(logprobs.dtype), top_logprobs], dim=1)
 
     def from_logits(self, logits: Tensor) -> Tensor:
-        """The same of logits ``[t, v]``."""
+        """Logprobs, top tokens and theirs, ``[t, 1 + 2 k]``, from logits ``[t, v]``."""
         log_p, labels, chosen = _selected(logits, self.labels, self.temperature, self.rows)
         logprobs = log_p.gather(-1, as_columns(labels).long())
         top_logprobs, top_ids = log_p.topk(self.k)

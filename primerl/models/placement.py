@@ -72,7 +72,10 @@ def pieces(model: nn.Module) -> dict[str, list[ParameterPart]]:
         for source, numbers in converted(model, numbered).items():
             owner = _owner(owners, numbers)
             if owner is None:
-                raise ValueError(f"{source} of the checkpoint consists of several parameters")
+                raise ValueError(
+                    f"{source} of the checkpoint combines several parameters of the model; "
+                    "expected a block of one parameter"
+                )
             found[owner].append(_piece(source, numbers, owners[owner], tensors[owner].shape))
     return found
 
@@ -133,7 +136,9 @@ def _piece(source: str, numbers: Tensor, whole: Tensor, shape: torch.Size) -> Pa
             axes.append(None)
             spans.append((first, last))
         else:
-            raise ValueError(f"{source} of the checkpoint is not a block of a parameter")
+            raise ValueError(
+                f"{source} of the checkpoint is not a contiguous block of a parameter of the model"
+            )
     return ParameterPart(
         source, tuple(axes), tuple(b for b, _ in spans), tuple(e for _, e in spans)
     )

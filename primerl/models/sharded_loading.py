@@ -169,7 +169,7 @@ class _Checkpoint(ExitStack):
     def slices(self, name: str) -> Any:
         """Return a lazily read tensor; indexing it reads only that part."""
         if name not in self.files:
-            raise ValueError(f"the checkpoint has no {name}")
+            raise ValueError(f"the checkpoint lacks the tensor {name}")
         return self._file(self.files[name]).get_slice(name)
 
     def _file(self, path: Path) -> Any:

@@ -19,7 +19,7 @@ _GROUPS: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def gather_rows_of_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather rows in rank order, without gradient; every rank must have equally many."""
+    """All-gather rows in rank order, without gradient; all ranks must have equally many rows."""
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
     all_gather(out, x.contiguous(), group=group)
     return out

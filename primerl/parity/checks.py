@@ -115,7 +115,10 @@ def differences(ours: Training, reference: Training) -> Iterator[tuple[str, floa
 
 
 def round_trip(model: Any, kind: Any, folder: Path | None) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of tensors that differ after saving and loading, and in the stream."""
+    """Yield how many tensors differ after saving and loading, and between file and stream.
+
+    The stream is ``models.checkpoint_tensors``, which has the same tensors as the saved files.
+    """
     models.save_pretrained(model, folder, tokenizer=character_tokenizer("abc"))
     streamed = {name: tensor.clone() for name, tensor in models.checkpoint_tensors(model)}
     state = {name: whole(tensor).clone() for name, tensor in model.state_dict().items()}

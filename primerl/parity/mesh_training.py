@@ -162,7 +162,7 @@ def train(
 def resumed(
     trained: tuple[nn.Module, Optimizer], fresh: tuple[nn.Module, Optimizer], folder: Any
 ) -> int:
-    """Save one training run and load it into another; return how many generators differ then.
+    """Save one training run and load it into another; return how many random generators differ.
 
     ``folder`` is the folder of the run; None on ranks other than 0.
     """

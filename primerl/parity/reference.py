@@ -115,7 +115,7 @@ def _document(token_ids: list[int], begin: int, number: int) -> ReferenceDocumen
 
 
 def sampled(model: Any, drawn: Sequence[ReferenceDocument]) -> list[ReferenceDocument]:
-    """Add behavior logprobs to documents: the model's, shifted so that some ratios get clipped."""
+    """Add behavior logprobs: the model's own, shifted so that some ratios are clipped."""
     done = []
     with torch.no_grad():
         for document in drawn:

@@ -1,8 +1,8 @@
 """A planner of a run's memory and traffic, for a laptop: a recipe's ``--dry-run``.
 
-The recipe's own wiring runs on imagined ranks, with a model on the ``meta`` device, whose tensors
-have shapes but no values. Then the sizes of each rank's tensors are added up. A recipe has its
-wiring in one function of the model and a ``mesh``, which its run calls too:
+The recipe's own setup code runs on imagined ranks, with a model on the ``meta`` device, whose
+tensors have shapes but no values. Then the sizes of each rank's tensors are added up. A recipe has
+its setup in one function of the model and a ``mesh``, which its run calls too:
 
     def prepare(model, mesh, args):
         fp8.convert_linears(model)

@@ -29,7 +29,7 @@ class Activations:
 
 @attrs.define(eq=False)
 class _Counter:
-    """A counter of the bytes that autograd saves, each storage once."""
+    """A counter of the bytes that autograd saves; it counts each storage once."""
 
     ignored: set[int]
     """Addresses of the storages of parameters and buffers."""
@@ -57,7 +57,7 @@ def measure_activations(model: Any, *, tokens: int) -> Activations:
     not saved, such as the workspace of a kernel, are not counted.
 
     Args:
-        model: wired as for training, but not sharded by FSDP, on the ``meta`` device, in the dtype
+        model: set up as for training, but not sharded by FSDP, on the ``meta`` device, in the dtype
             that it computes in. It can't be used afterwards, because layers are removed.
         tokens: the number of this rank's rows.
     """

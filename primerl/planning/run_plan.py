@@ -32,7 +32,7 @@ def plan_run(
 
     Args:
         build: builds the model, on the ``meta`` device: ``models.empty_model``.
-        prepare: the recipe's wiring, up to the optimizer; see ``plan_trainers``.
+        prepare: the recipe's setup code, up to the optimizer; see ``plan_trainers``.
         layouts: layouts of the trainer's ranks; the run uses the first.
         servers: numbers of GPUs of a server, which share the experts; the run uses the first.
         tokens: the maximum number of tokens of a rollout, and of a micro-batch.

@@ -21,7 +21,7 @@ from primerl.planning.virtual_ranks import imagined_ranks
 GIB = 2**30
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Prepare = Callable[[Any, parallel.Mesh], Optimizer]
-"""A recipe's wiring, ``(model, mesh) -> optimizer``, which also shards the model."""
+"""A recipe's setup function, ``(model, mesh) -> optimizer``, which also shards the model."""
 
 
 @attrs.frozen(kw_only=True)
@@ -125,8 +125,8 @@ def plan_trainers(
 
     Args:
         build: builds the model, on the ``meta`` device: ``models.empty_model``.
-        prepare: the recipe's wiring, up to the optimizer. With a mesh whose ``parameters`` is None,
-            it must leave the model unsharded, but computing as a rank does.
+        prepare: the recipe's setup code, up to the optimizer. With a mesh whose ``parameters`` is
+            None, it must leave the model unsharded, but computing as a rank does.
         layouts: layouts of the ranks.
         tokens: the number of tokens of a micro-batch, which ``cp`` ranks share; 0 to leave out
             activations.

@@ -88,7 +88,8 @@ def encode_chunk(
     Args:
         ids: integers; -1 in all k entries if nothing was recorded.
         experts: number of experts per layer.
-        labels: ``[layers, experts]``, the number of each expert by popularity; None to keep ids.
+        labels: ``[layers, experts]``, the label that replaces each expert id: its rank by
+            popularity. None to keep the ids.
         first_token: the token of row 0, for errors.
         layers: the indices of the layers, for errors.
 
@@ -133,7 +134,7 @@ def decode_chunk(
     experts: int,
     order: np.ndarray | None,
 ) -> np.ndarray:
-    """Decode a chunk to int16 ``[tokens, layers, k]``, each set in increasing order.
+    """Decode a chunk to int16 ``[tokens, layers, k]``, with each expert set in increasing order.
 
     Args:
         data: the bytes that ``encode_chunk`` returned.
@@ -141,7 +142,8 @@ def decode_chunk(
         layers: number of layers.
         k: number of experts in a set.
         experts: number of experts per layer.
-        order: ``[layers, experts]``, the expert of each label; None if labels are ids.
+        order: ``[layers, experts]``, the id of the expert with each label; None if the chunk has
+            expert ids instead of labels.
 
     Raises:
         ValueError: the data are damaged, or not of a chunk of this shape.
@@ -161,7 +163,9 @@ def decode_chunk(
         # A sum that doesn't fit into the type wraps around to a smaller one.
         in_order &= bool((columns[place] > columns[place - 1]).all())
     if not in_order or columns[-1].max() >= experts:
-        raise ValueError(f"routes are damaged: a set is not {k} of {experts} distinct experts")
+        raise ValueError(
+            f"routes are damaged: a set must have {k} of {experts} experts, all distinct"
+        )
     places = list(columns)
     if order is not None:
         _rename(columns, order)
@@ -295,7 +299,8 @@ def encoded_parts(
     tokens, layer_count, k = rows.shape
     if not k <= experts <= _LARGEST:
         raise ValueError(
-            f"{k} of {experts} experts; expected at most {_LARGEST} experts, and k at most as many"
+            f"{k} of {experts} experts per token; expected at most {_LARGEST} experts, and no more "
+            "experts per token than there are"
         )
     chunk_tokens = max(1, _CHUNK_BYTES // column_bytes(1, layer_count, k, experts))
     order = _by_popularity(rows, experts)
@@ -369,7 +374,9 @@ class Head:
 
 
 def head_bytes(prologue: bytes | memoryview, *, total: int) -> int:
-    """Compute the length of the head from its first ``PROLOGUE_BYTES``; ``total`` is of all data.
+    """Compute the length of the head from its first ``PROLOGUE_BYTES``.
+
+    ``total`` is the length of the head and the chunks together.
 
     Raises:
         ValueError: these are not encoded routes, or the head would be larger than the data.
@@ -391,7 +398,9 @@ def head_bytes(prologue: bytes | memoryview, *, total: int) -> int:
     entries = chunks * (_LENGTH.itemsize + _CHECKSUM.itemsize)
     length: int = PROLOGUE_BYTES + table + entries + _CHECKSUM.itemsize
     if length > total:
-        raise ValueError(f"routes are cut off: they have {total} bytes, but a head of {length}")
+        raise ValueError(
+            f"routes are cut off: they have {total} bytes in all, but their head takes {length}"
+        )
     return length
 
 

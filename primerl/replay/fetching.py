@@ -92,7 +92,7 @@ def batch_rows(
             fill_rows(rows[run.first : run.end], found, start=run.token)
         except (OSError, ValueError, RuntimeError) as error:
             log.warning(
-                "the router chooses experts itself, as a sample's routes are lost: %s", error
+                "a sample's routes are lost, so the router chooses its experts itself: %s", error
             )
             if counts is not None:
                 counts.add_lost()

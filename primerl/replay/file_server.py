@@ -1,6 +1,6 @@
 """An HTTP server of byte ranges of a folder's files, for trainers on other hosts.
 
-    python -I -S server.py FOLDER HOST PORT
+    python -I -S file_server.py FOLDER HOST PORT
 
 ``SpanServer`` starts this program in its own process, so that no bytes pass through the owner's
 heap. The program uses only the standard library. It reads the key from the first line of standard

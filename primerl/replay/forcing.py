@@ -307,7 +307,7 @@ def _ordered(rows: Tensor, layers: Sequence[ExpertLayer]) -> Tensor:
             place = int(where.any(0).nonzero()[0])
             tokens = where[:, place].nonzero()[:, 0]
             raise ValueError(
-                f"{layers[place].name} is to be forced to {what} in {len(tokens)} tokens, from "
+                f"{layers[place].name} is to be forced to {what}, in {len(tokens)} tokens from "
                 f"token {int(tokens[0])} to {int(tokens[-1])}: {rows[tokens[0], place].tolist()} "
                 f"of {layers[place].count} experts"
             )

@@ -175,7 +175,7 @@ class InlineRoutes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def shape(self) -> RouteShape:
-        """The shape of the model's routes."""
+        """The shape of the model's expert routes."""
         return self.layout.shape
 
 
@@ -392,7 +392,7 @@ def opened(place: FilePlace) -> Iterator[tuple[Reader, int]]:
 def _read_file(descriptor: int, begin: int, end: int) -> bytes:
     found = os.pread(descriptor, end - begin, begin)
     if len(found) < end - begin:
-        raise ValueError(f"routes are cut off: they have only {begin + len(found)} bytes")
+        raise ValueError(f"routes are cut off: the file ends after {begin + len(found)} bytes")
     return found
 
 
@@ -426,7 +426,7 @@ class _RouteConnection:
         """Read the bytes from ``begin`` to before ``end``."""
         found, _ = self._get(begin, end) if begin < end else (b"", 0)
         if len(found) != end - begin:
-            raise ValueError(f"routes are cut off: they have only {begin + len(found)} bytes")
+            raise ValueError(f"routes are cut off: the file ends after {begin + len(found)} bytes")
         return found
 
     def delete(self) -> bool:
@@ -436,13 +436,15 @@ class _RouteConnection:
     def _get(self, begin: int, end: int) -> tuple[bytes, int]:
         response = self._request("GET", {"Range": f"bytes={begin}-{end - 1}"})
         if response.status == http.client.NOT_FOUND:
-            raise FileNotFoundError(f"{self} has no such routes any more")
+            raise FileNotFoundError(
+                f"{self} no longer has these routes: they were discarded or removed"
+            )
         found = _CONTENT_RANGE.fullmatch(response.getheader("Content-Range", ""))
         if response.status != http.client.PARTIAL_CONTENT or found is None:
             raise ValueError(f"{self} sent no bytes from {begin} on: the routes are cut off")
         first, last, total = (int(number) for number in found.groups())
         if first != begin or not begin <= last < min(end, total):
-            raise ValueError(f"{self} answered with bytes {first}-{last} of {total}")
+            raise ValueError(f"{self} sent other bytes than requested: {first}-{last} of {total}")
         return self._body(response, last + 1 - first), total
 
     def _request(self, method: str, headers: dict[str, str]) -> http.client.HTTPResponse:

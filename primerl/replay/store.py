@@ -417,11 +417,11 @@ class Eviction:
         self._written = 0
 
     def make_room(self, folder: Path, *, written: int, max_bytes: int) -> None:
-        """Count written bytes; remove the oldest files if there may be more than ``max_bytes``.
+        """Count written bytes; remove the oldest files if all may take more than ``max_bytes``.
 
         A sixteenth of ``max_bytes`` is freed at a time, so that a full store is not scanned for
-        each file. A process scans for files of other processes each time it has written a
-        sixteenth itself.
+        each new file. Because other processes write files too, the folder is also scanned each
+        time this process has written a sixteenth of ``max_bytes``.
         """
         with self._lock:
             self._written += -(-written // _PAGE) * _PAGE

@@ -1,4 +1,4 @@
-"""Rollouts: engines that sample, environments that rollout tasks, and workers that run both.
+"""Rollouts: engines that sample, environments that play tasks, and workers that run both.
 
 Gateways and ``TransformersEngine``, the only part that depends on torch, are loaded on first use,
 because a process that only collects rollouts needs neither.

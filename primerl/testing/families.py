@@ -173,7 +173,9 @@ def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: An
     with torch.device("meta"):
         size = _built(transformers, config, source).num_parameters()
     if size > MAX_PARAMETERS:
-        raise ValueError(f"no tiny version of {os.fspath(source)}: {size:,} parameters remain")
+        raise ValueError(
+            f"no tiny version of {os.fspath(source)}: {size:,} parameters remain, which is too many"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _built(transformers, config, source).float().train()

@@ -192,10 +192,10 @@ class ScriptedEngine:
             )
 
     def _begin(self) -> tuple[float, int, float, float, Exception | None]:
-        """Count a call, and draw its latency and failure.
+        """Count a call, and draw its latency and whether it fails.
 
-        Returns its start, number, latency, the fraction of the latency before a failure (or 1), and
-        the failure.
+        Returns the call's start time, its number, its latency, the fraction of the latency after
+        which it fails (1 if it does not fail), and the failure or None.
         """
         with self._lock:
             number = self.calls

@@ -101,7 +101,7 @@ class EvaluationLog:
 
 
 def read_evaluation(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rollouts that a ``EvaluationLog`` recorded in a folder.
+    """Return the rollouts that an ``EvaluationLog`` recorded in a folder.
 
     Raises:
         ValueError: there are none, or a line is damaged.

@@ -1,4 +1,4 @@
-"""Ends a script on Ctrl-C and SIGTERM without a traceback."""
+"""A context manager that ends a script on Ctrl-C or SIGTERM without a traceback."""
 
 import contextlib
 import os

@@ -133,7 +133,7 @@ class MismatchGate:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the gate as builtins; ``MismatchGate(**state)`` continues from there."""
+        """Return the gate's fields as a dict; ``MismatchGate(**state)`` continues from there."""
         return attrs.asdict(self)
 
     def _beyond_bound(self) -> bool:

@@ -1,6 +1,6 @@
 """The folder of a run, written by one process at a time and resumed without losing records.
 
-Its files are JSON, or have one line of JSON per record.
+The files in it are JSON, or JSON Lines with one record per line.
 """
 
 import fcntl

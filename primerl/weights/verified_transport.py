@@ -150,8 +150,8 @@ def transport_to(
     Raises:
         ValueError: an argument is out of range, rank 0 has no engine, or its engine can't receive
             the kind of weights that ``publish`` selects.
-        RuntimeError: a server can't be sent weights, because it takes adapters, moves experts
-            between devices or has padded experts.
+        RuntimeError: a server's weights can't be updated, because it accepts adapters, moves
+            experts between devices or has padded experts.
     """
     if publish not in ("merged", "adapter"):
         raise ValueError(f'publish={publish!r}; expected "merged" or "adapter"')

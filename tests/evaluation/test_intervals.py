@@ -28,7 +28,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 
 @pytest.mark.parametrize(("passed", "k"), [([1], 0), ([1], 3), ([3], 1), ([-1], 1)])
 def test_pass_at_k_of_impossible_numbers(passed, k):
-    with pytest.raises(ValueError, match=r"k is|passed is"):
+    with pytest.raises(ValueError, match=r"k is|passed must be"):
         evaluation.pass_at_k(np.array(passed), np.array([2]), k=k)
     with pytest.raises(ValueError, match="k is 5; expected 1 to 4, the fewest samples"):
         evaluation.pass_at_k(np.array([1, 1]), np.array([6, 4]), k=5)

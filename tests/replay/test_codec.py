@@ -256,7 +256,7 @@ def test_a_frame_that_claims_more_than_its_chunk_is_not_expanded():
 @pytest.mark.parametrize("columns", [[4, 0, 1, 1], [1, 0, 255, 1], [3, 0, 1, 1]])
 def test_sets_that_lead_beyond_the_experts(columns):
     data = hand_made(bytes(columns), tokens=2, layers=1, k=2, experts=5, chunk_tokens=2)
-    with pytest.raises(ValueError, match="is not 2 of 5 distinct experts"):
+    with pytest.raises(ValueError, match="must have 2 of 5 experts, all distinct"):
         codec.decode(data)
 
 

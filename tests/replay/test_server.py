@@ -134,7 +134,7 @@ def test_samples_of_a_served_store_are_checked_and_discarded(served):
     assert discard(samples) == 0
     with pytest.raises(BadRoutes, match="discarded"):
         served.check(samples[0])
-    with pytest.raises(FileNotFoundError, match="no such routes any more"):
+    with pytest.raises(FileNotFoundError, match="no longer has these routes"):
         read(routes[0][0])
     assert set(served._path.glob("*.shared")) == of_others
 

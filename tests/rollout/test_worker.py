@@ -205,7 +205,9 @@ def test_waiting_has_a_deadline_that_names_what_it_waits_for():
         await asyncio.sleep(3600)
 
     with make_worker(environment=hangs, timeout_s=1.0) as rollouts:
-        with pytest.raises(RuntimeError, match="no group was kept for .* 6 groups are in flight"):
+        with pytest.raises(
+            RuntimeError, match="no usable group was kept for .* 6 groups are in flight"
+        ):
             rollouts.take(version=0)
         with pytest.raises(RuntimeError, match="evaluation took longer"):
             rollouts.evaluate(TASKS, PARAMS, timeout_s=0.1)
@@ -217,7 +219,9 @@ def test_filters_that_refuse_everything_are_an_error_with_their_count():
 
     engine = FakeEngine(delay_s=0)
     with make_worker(engine, keep=[impossible], timeout_s=1.0, max_refused=10**9) as rollouts:
-        with pytest.raises(RuntimeError, match="no group was kept for .*'impossible': [0-9]+") as e:
+        with pytest.raises(
+            RuntimeError, match="no usable group was kept for .*'impossible': [0-9]+"
+        ) as e:
             rollouts.take(version=0)
     assert re.search(r"'impossible' refused \d+; rewards: 3 \(\d+x\), 2", str(e.value))
 
@@ -278,7 +282,7 @@ def test_more_steps_than_versions_are_refused_at_once():
             rollouts.take(version=0)
 
 
-WAITED = "no group was kept for .*"
+WAITED = "no usable group was kept for .*"
 WAITS = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 

@@ -74,6 +74,6 @@ def freeze_gc() -> None:
 
 
 def _keep_freed_memory() -> bool:
-    """Configure glibc's allocator; return False if the C library does not support it."""
+    """Make glibc keep freed memory; return False if the C library does not support that."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*setting) == 1 for setting in MALLOC.values())

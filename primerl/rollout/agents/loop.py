@@ -187,10 +187,10 @@ async def take_turns(
     reply: Callable[[], Awaitable[Any]],
     answers: Callable[[Any], AsyncIterator[Any]],
 ) -> None:
-    """Append replies and tool results to ``messages`` until a reply has no results or is None.
+    """Run an agent's turns, and append the policy's messages and tool results to ``messages``.
 
-    ``reply`` returns the policy's next message, or None to end; ``answers`` yields the results of
-    that message's tool calls.
+    ``reply`` returns the policy's next message; ``answers`` yields the results of that message's
+    tool calls. The loop ends when ``reply`` returns None, or when ``answers`` yields nothing.
     """
     while (message := await reply()) is not None:
         messages.append(message)

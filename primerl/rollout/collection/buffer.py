@@ -243,7 +243,7 @@ class Buffer:
             self._retain(lambda one: not self.verification.any_rejected(one.versions), UNVERIFIED)
 
     def state(self) -> dict[str, Any]:
-        """Return the counts and the finished groups, as builtins and bytes."""
+        """Return the counts and the finished groups, as values of built-in types."""
         finished = sorted(self._reserved + self._finished, key=_BY_AGE)
         return {
             "first_version": self.first_version,

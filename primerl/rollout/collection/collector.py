@@ -122,8 +122,9 @@ class Collector:
     async def take(self, version: PolicyVersion, delivery: int) -> list[Group]:
         """Return the groups of one step.
 
-        They stay buffered until ``deliver`` reports that they arrived. ``delivery`` numbers the
-        calls; a call that the trainer gives up, before or while it runs, reserves nothing.
+        They stay buffered until ``deliver`` reports that they have reached the trainer.
+        ``delivery`` is the number of the call. If the trainer gives up a call, before or while
+        the call runs, the call reserves no groups.
         """
         began = time.monotonic()
         stall = StallTimer(self._plan.timeout_s, self._buffer.dropped.copy())
@@ -138,8 +139,8 @@ class Collector:
             self._require_fillable(version)
             if not stall.update(self._buffer.ready):
                 raise RuntimeError(
-                    f"no group was kept for {self._plan.timeout_s:.0f} s that step {version} can "
-                    f"use, which needs {self._plan.groups_per_step} groups; "
+                    f"no usable group was kept for {self._plan.timeout_s:.0f} s: step {version} "
+                    f"waits for {self._plan.groups_per_step} groups; "
                     f"{stall.describe(self._buffer, self._engine.version)}{self._errors()}"
                 )
             await self._scheduler.wait_for_change(min(1.0, self._plan.timeout_s))
@@ -201,7 +202,7 @@ class Collector:
                 self._engines.forget(engine)
 
     def progress(self) -> tuple[str, str]:
-        """Return what the trainer waits for, and how far that is, for the live view."""
+        """Return what the trainer waits for, and the progress of that, for the live view."""
         if self._evaluations:
             return "evaluating", f"{self._evaluated['ended']}/{self._evaluated['of']} rollouts"
         buffer = self._buffer

@@ -136,7 +136,7 @@ class Counters:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return all counts, as builtins."""
+        """Return all counts, as values of built-in types."""
         return {
             "counts": [self.tokens, self.retried, self.skipped],
             "errors": dict(self.errors),

@@ -37,7 +37,7 @@ def evaluate_tasks(
     """Play each task ``samples`` times; yield each result as soon as its rollout has ended.
 
         for outcome in rollout.evaluate_tasks(engine, environment, tasks, params, samples=4):
-            results.add(played)
+            results.append(outcome)
 
     If the environment or its reward still raises after ``retries``, the error is the rollout's
     result. If the engine fails, rollouts wait until it answers again. Leaving the loop early

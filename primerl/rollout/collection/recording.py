@@ -111,7 +111,7 @@ def load_groups(path: str | os.PathLike[str]) -> list[list[Group]]:
 
 
 def encode_group(group: Group) -> dict[str, Any]:
-    """Return a group as a dict of builtins and bytes, which MessagePack encodes losslessly.
+    """Return a group as a dict of built-in types, which MessagePack encodes losslessly.
 
     Raises:
         ValueError: a sample has a subclass of ``Sample``, whose additional fields would be lost.
@@ -137,7 +137,7 @@ def decode_group(encoded: dict[str, Any]) -> Group:
 
 
 def _plain(_: Any, field: Any, value: Any) -> Any:
-    """Convert a value to builtins; ``field`` is None for an entry of a list or a mapping."""
+    """Convert a value to built-in types; ``field`` is None for an entry of a list or mapping."""
     if isinstance(value, np.ndarray):
         dtype = DTYPES[field.name]
         return {"dtype": dtype, "data": value.astype(dtype).tobytes()}

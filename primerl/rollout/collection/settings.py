@@ -32,7 +32,9 @@ class CollectionSettings:
 
 
 def encode_state(plan: CollectionSettings, parts: Mapping[str, Any]) -> bytes:
-    """Encode the state of a worker that collects by ``plan``; ``parts`` are builtins by name.
+    """Encode the state of a worker with the settings ``plan``.
+
+    ``parts`` has the parts of the state by name, as values of built-in types.
 
     Raises:
         ValueError: a task in ``parts["again"]`` holds a value that can't be stored.
@@ -45,7 +47,7 @@ def encode_state(plan: CollectionSettings, parts: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(content: bytes, plan: CollectionSettings) -> dict[str, Any]:
-    """Return the parts that ``encode_state`` encoded, for a worker that collects by ``plan``.
+    """Return the parts that ``encode_state`` encoded, for a worker with the settings ``plan``.
 
     Raises:
         ValueError: the content is not a worker's state, has another format, or holds groups that

@@ -15,8 +15,8 @@ class VersionVerification:
     """The sets of verified and rejected versions; all other versions are provisional.
 
     Args:
-        required: False: every version counts as verified. None: verification is required from the
-            first ``mark`` on.
+        required: whether versions must be verified. If False, every version counts as verified;
+            if None, verification is required from the first ``mark`` on.
     """
 
     def __init__(self, *, required: bool | None) -> None:
@@ -65,7 +65,7 @@ class VersionVerification:
         return frozenset(found - {NOT_SAMPLED})
 
     def state(self) -> dict[str, Any]:
-        """Return the outcomes, as builtins."""
+        """Return the outcomes, as values of built-in types."""
         return {
             "required": self.required,
             "verified": sorted(self._verified),

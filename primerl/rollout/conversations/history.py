@@ -61,9 +61,10 @@ class _Place:
         return found[::-1]
 
     def calls(self, last: EngineCall) -> list[EngineCall | None]:
-        """Return the call that sampled each of ``messages``, or None; ``last`` ended here.
+        """Return, for each of ``messages``, the call that sampled it, or None.
 
-        A reply before the path of ``last`` begins gets the call that sampled it in another branch.
+        ``last`` is the last call of this conversation. A reply before the path of ``last`` begins
+        gets the call that sampled it in another branch.
         """
         path = last.path
         place, found = self, []

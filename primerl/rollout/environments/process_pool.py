@@ -1,4 +1,4 @@
-"""A pool of processes that rollout an environment, with watchdogs that replace dead ones."""
+"""A pool of processes that play an environment, with watchdogs that replace dead processes."""
 
 import asyncio
 import contextlib

@@ -107,7 +107,7 @@ class Child:
             Exception: what creating the object raises.
         """
         if self._process is not None:
-            raise RuntimeError(f"{self.name} was started before")
+            raise RuntimeError(f"{self.name} was started before; start it only once")
         context = self._context
         ours, theirs = socket.socketpair()
         self._folder = launch.make_folder("primerl-", within=context.temporary_folder)

@@ -61,7 +61,7 @@ def read_payload(descriptor: int) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def unpacked(file: BinaryIO) -> tuple[dict[str, Any], list[bytes]]:
-    """Read a header and contents from a file, which may go on after them.
+    """Read a header and contents from a file, which may have more data after them.
 
     Raises:
         EOFError: the file ends too early.

@@ -28,7 +28,7 @@ class Options:
 class Job:
     """A job for a sandbox, such as code to run or a file to read.
 
-    ``engine/work/jobs.py`` defines the values of ``kind``.
+    ``guest/jobs/kinds.py`` defines the values of ``kind``.
     """
 
     kind: str

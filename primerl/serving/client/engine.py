@@ -162,7 +162,7 @@ class VLLMEngine:
         return self._connection.dispatcher.vocab_size
 
     def learn(self, version: PolicyVersion) -> None:
-        """Record that another copy of this engine saw every server in use serve ``version``."""
+        """Record ``version``, which another copy of this engine saw on every server in use."""
         self._known_version = max(self._known_version, version)
         connection = self._connected()
         connection.loop.call_soon(connection.fleet.learn, version)

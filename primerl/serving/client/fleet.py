@@ -204,7 +204,7 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def learn(self, version: PolicyVersion) -> None:
-        """Record that another copy of the engine saw every server in use serve ``version``."""
+        """Record ``version``, which another copy of the engine saw on every server in use."""
         self.servers.learn(version)
         if self.published is not None:
             self.published = max(self.published, version)
@@ -267,7 +267,7 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def holding(self, server: ServerState) -> AsyncIterator[None]:
-        """Count a request in flight on a server; raise TimeoutError in the body if it is lost."""
+        """Count a request in flight on a server; a lost server raises TimeoutError in the body."""
         scopes = self._scopes.setdefault(server, set())
         server.in_flight += 1
         try:

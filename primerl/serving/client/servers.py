@@ -143,7 +143,7 @@ class KnownServers:
             del self._published[:-2]
 
     def learn(self, version: PolicyVersion) -> None:
-        """Record that another copy of the engine saw every server in use serve ``version``."""
+        """Record ``version``, which another copy of the engine saw on every server in use."""
         self._floor = max(self._floor, version)
 
     # ---- what is served ----

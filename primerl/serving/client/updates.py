@@ -147,7 +147,7 @@ class Updates:
             self._latest = Publication(version, None) if fresh else None
 
     def _accept(self, version: PolicyVersion) -> None:
-        """Accept ``version`` in servers' reports; newer versions are not of this run."""
+        """Accept servers' reports of versions up to ``version``; the run published no newer one."""
         known = self._fleet.published
         self._fleet.published = version if known is None else max(version, known)
 

@@ -205,7 +205,7 @@ def server_environment(
         model: a folder, or an id on the Hugging Face hub.
         on_cpu: whether vLLM is a CPU build.
         argument_names: the vLLM arguments that the user has set.
-        adapters: whether the server takes adapters.
+        adapters: whether the server accepts adapters.
         routes: whether the server returns expert routes.
         env: variables that the user has set for the server.
     """

@@ -213,7 +213,8 @@ class VLLMServer:
     def wait(self, *, stop: bool = False) -> int:
         """Wait until the server exits (with ``stop``, stop it first); return its exit code.
 
-        A server that was killed has 128 + the signal's number, one that was never started has 0.
+        The exit code is 128 + the signal's number if a signal killed the server, and 0 if the
+        server was never started.
         """
         process = self._process
         if process is None:

@@ -53,7 +53,7 @@ _JOIN_S = 300.0
 
 @dataclass
 class NothingAgreed(WeightTransferInitInfo):
-    """Empty initialization data, a type that vLLM requires: each update has all that is needed."""
+    """Empty initialization data: vLLM requires the type, but each update has all that is needed."""
 
 
 @dataclass
@@ -334,7 +334,7 @@ class WeightReceiver:
 
         Raises:
             ValueError: the publication is missing, damaged or does not follow from its parent.
-            RuntimeError: a ``timeout_s`` above the default was exceeded; or the server takes
+            RuntimeError: a ``timeout_s`` above the default was exceeded; or the server accepts
                 adapters, moves experts or has padded experts, so that vLLM can't reload its
                 weights.
         """
@@ -369,7 +369,7 @@ class WeightReceiver:
         return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
 
     def served_routes(self) -> dict[str, bool]:
-        """Return as ``loaded`` whether a KV connector loads keys and values from elsewhere.
+        """Return ``{"loaded": ...}``: whether a KV connector loads keys and values from elsewhere.
 
         The server does not know the expert routes of loaded tokens, and vLLM 0.32 exits if a
         request asks for them. It always knows the routes of a prompt's last token.
@@ -391,7 +391,7 @@ class WeightReceiver:
     def read_adapter(
         self, layers: list[str], digest: str, known: list[int], version: int
     ) -> dict[str, Any]:
-        """Return the receipt of an adapter that was loaded after those with ``known`` numbers."""
+        """Return the receipt of the new adapter: the one whose number is not among ``known``."""
         receipt = HeldAdapters(self.model_runner).arrived(layers, digest, known=known)
         return {**receipt, "version": version}
 

@@ -145,7 +145,7 @@ class ServedTensors:
     def _matrix(
         self, module: Any, name: str, here: Any, there: Any, columns: tuple[int, int]
     ) -> Iterator[Reading]:
-        """Read rows ``here`` of a weight, which are rows ``there`` of the published ``columns``."""
+        """Read rows ``here`` of a weight: rows ``there`` and ``columns`` of a published tensor."""
         first, last = columns
         width = last - first
         weight = module.weight

@@ -80,7 +80,8 @@ def join_group(address: str, port: int, *, timeout_s: float) -> Membership:
     world_size = int(store.get("world_size"))
     if rank >= world_size:
         raise RuntimeError(
-            f"the broadcast group of {world_size} is complete; a worker joined late or restarted"
+            f"the broadcast group of {world_size} members is complete; a worker joined late, or "
+            "restarted"
         )
     return Membership(rank, world_size, bytes.fromhex(store.get("unique_id").decode()))
 

@@ -49,12 +49,12 @@ def apply(encoded: UInt8[np.ndarray, " m"], target: UInt8[np.ndarray, " n"]) -> 
         ValueError: ``encoded`` is damaged or is for another tensor; ``target`` is unchanged.
     """
     if len(encoded) < _HEADER:
-        raise ValueError(f"the difference is truncated: {len(encoded)} bytes")
+        raise ValueError(f"the difference is truncated: it has only {len(encoded)} bytes")
     size, count, gap_bytes = (int(x) for x in encoded[:_HEADER].copy().view("<u8"))
     if size != len(target):
         raise ValueError(f"the difference is for {size} bytes, the tensor has {len(target)}")
     if gap_bytes > len(encoded) - _HEADER:
-        raise ValueError(f"the difference is truncated: {len(encoded)} bytes")
+        raise ValueError(f"the difference is truncated: it has only {len(encoded)} bytes")
     words = (size + 1) // 2
     gaps = _integers(encoded[_HEADER : _HEADER + gap_bytes], count)
     changes = _integers(encoded[_HEADER + gap_bytes :], count)
@@ -63,7 +63,9 @@ def apply(encoded: UInt8[np.ndarray, " m"], target: UInt8[np.ndarray, " n"]) -> 
     # Gaps are below 2^35, so a sum that wrapped would first have exceeded `words`: max() finds it.
     at = np.cumsum(gaps + np.uint64(1)) - np.uint64(1)
     if int(at.max()) >= words:
-        raise ValueError(f"the difference changes word {int(at.max())} of {words}")
+        raise ValueError(
+            f"the difference changes word {int(at.max())}, but the number of words is {words}"
+        )
     if int(changes.max()) >= 1 << 16:
         raise ValueError("the difference holds a change of more than 16 bits")
     delta = ((changes >> np.uint64(1)) ^ (np.uint64(0) - (changes & np.uint64(1)))).astype(
@@ -112,7 +114,8 @@ def _integers(stream: UInt8[np.ndarray, " b"], count: int) -> UInt64[np.ndarray,
     lengths = np.diff(ends, prepend=0)
     if int(lengths.max()) > _MAX_VARINT:
         raise ValueError(
-            f"the difference is damaged: it has a number of {int(lengths.max())} bytes"
+            f"the difference is damaged: an encoded integer has {int(lengths.max())} bytes, which "
+            "is too many"
         )
     starts = ends - lengths
     digit = (np.arange(len(stream)) - np.repeat(starts, lengths)).astype(np.uint64)

@@ -146,7 +146,8 @@ class Publisher:
         """
         if self._sent is None:
             raise ValueError(
-                'the last version can\'t be published again: copies are kept with encoding="delta"'
+                "the last version can't be published again: a copy of it is kept only with "
+                'encoding="delta"'
             )
         sent = self._sent
         tensors = ((n, as_tensor(sent.tensors[n], entry)) for n, entry in sent.layout.items())

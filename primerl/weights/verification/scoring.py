@@ -27,7 +27,10 @@ def sequences_for(model: nn.Module, *, count: int, length: int) -> list[list[int
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
-        raise ValueError("the model has no config.vocab_size to draw the canary's sequences from")
+        raise ValueError(
+            "the model has no integer config.vocab_size, which the canary needs to draw its token "
+            "sequences"
+        )
     edge = size // 16
     draw = np.random.default_rng(0).integers(edge, size - edge, (count, length))
     rows: list[list[int]] = draw.tolist()

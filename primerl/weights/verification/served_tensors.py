@@ -1,4 +1,4 @@
-"""TensorComparison of the tensors that an engine computes with and the trainer's, by digests.
+"""Comparison of the tensors that an engine computes with and the trainer's, by digests.
 
 An engine returns *readings*: digests of the tensors that it computes with, each with the part of a
 published tensor that it should equal. The trainer computes the digest of the same part of its own
@@ -90,7 +90,7 @@ def reading_of(tensor: Tensor, part: TensorSlice) -> Reading:
 
 
 def rearranged_reading(tensor: Tensor, parts: Sequence[TensorSlice]) -> Reading:
-    """Return the reading of a tensor that has the elements of ``parts`` in another order."""
+    """Return the reading of a tensor that should hold the elements of ``parts``, in any order."""
     digest = digest_of_contents([content_of(tensor)])
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Reading(parts=tuple(parts), kind=CONTENT, dtype=dtype, digest=digest)

@@ -71,7 +71,7 @@ class WiringReport:
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """The groups of which no perturbation was visible, so that they were not verified."""
+        """The groups in which no perturbation was visible, so that they were not verified."""
         return tuple(one.group for one in self.groups if one.arrived is None)
 
     def __str__(self) -> str:
@@ -178,7 +178,10 @@ class _Measured:
 def _perturb_each(
     model: nn.Module, transport: Any, canary: Canary, *, version: int
 ) -> list[GroupWiring]:
-    """Publish each group with noise; afterwards engines have the noise of the last group."""
+    """Publish the weights once per group, with noise in that group only.
+
+    Afterwards, engines still have the noise of the last group.
+    """
     # The sequence is reversed, so that prefixes that were cached under perturbed weights match no
     # sequence that is checked later.
     sequences = [canary.sequences[0][::-1][:LENGTH]]

@@ -612,7 +612,7 @@ def test_a_missing_environment_says_how_to_install_it(tokenizer):
 
 
 def test_an_unknown_agent_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"no agent 'agent' to train, only \['player'\]"):
+    with pytest.raises(ValueError, match=r"no agent 'agent' to train; its agents are \['player'\]"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, agent="agent")
 
 

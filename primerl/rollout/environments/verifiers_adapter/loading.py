@@ -46,7 +46,7 @@ def load(
     env = vf.load_environment(vf.resolve_env_config(whole))
     agents = [one for one, spec in env.config if isinstance(spec, vf.AgentConfig)]
     if agent is not None and agent not in agents:
-        raise ValueError(f"{name!r} has no agent {agent!r} to train, only {agents}")
+        raise ValueError(f"{name!r} has no agent {agent!r} to train; its agents are {agents}")
     return env
 
 

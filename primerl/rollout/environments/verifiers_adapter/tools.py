@@ -49,7 +49,7 @@ class _Bounded(_http.AsyncByteStream):  # type: ignore[misc]
         async for chunk in self._stream:
             received += len(chunk)
             if received > MAX_BYTES:
-                raise _http.ReadError(f"a tool server answered more than {MAX_BYTES:,} bytes")
+                raise _http.ReadError(f"a tool server answered with more than {MAX_BYTES:,} bytes")
             yield chunk
 
     async def aclose(self) -> None:

@@ -1,1 +1,1 @@
-"""Execution of jobs, in processes that are confined and have no more rights than the code."""
+"""Execution of jobs, in confined processes that have no more rights than the sandboxed code."""

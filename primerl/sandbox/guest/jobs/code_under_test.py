@@ -1,4 +1,4 @@
-"""The server for the code under test, in a sandbox without the tests; see ``testside.py``.
+"""The server for the code under test, in a sandbox without the tests; see ``test_runner.py``.
 
 It serves requests to import modules, get attributes, call functions and so on. Each request is one
 line of JSON on a socket, which is stdin. Plain values are sent by value, and every other object as
@@ -72,7 +72,9 @@ class CodeUnderTest:
 
     def _refer(self, value: Any) -> Any:
         if len(self._objects) > _MOST_OBJECTS:
-            raise MemoryError("the tests refer to too many objects")
+            raise MemoryError(
+                "the tests hold references to too many objects of the code under test"
+            )
         self._objects[id(value)] = value  # kept alive, so that its id stays unique
         about: dict[str, Any] = {"id": id(value)}
         if isinstance(value, type) and issubclass(value, BaseException):

@@ -63,7 +63,7 @@ class Link:
 
     def _find(self, kind: str, content: Any) -> Any:
         if kind != "object" or type(content) is not dict or type(content["id"]) is not int:
-            raise ValueError("a malformed reference to an object")
+            raise ValueError("a message holds a malformed reference to an object")
         if "bases" in content:
             return self._exception_class(content)
         if "error" in content:

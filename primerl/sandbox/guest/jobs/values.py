@@ -43,7 +43,10 @@ def decode(encoded: Any, find: Any = None, depth: int = 0) -> Any:
     ((kind, content),) = encoded.items()
     if kind not in ("int", "float", "bytes", *_COLLECTIONS):
         if find is None:
-            raise ValueError("a message holds a value that is not of a plain type")
+            raise ValueError(
+                "a message holds a value that is not of a plain type; expected None, a bool, a "
+                "number, a string, bytes, or a collection of these"
+            )
         return find(kind, content)
     if kind in ("int", "float", "bytes"):
         if type(content) is not str:

@@ -135,7 +135,8 @@ class CommandTier(Tier):
             done = await sandbox.execute(job)
             if not done.ok:
                 raise SandboxError(
-                    f"{done.limits_hit or done.exit} (limits or exit code): {done.stderr!r:.300}"
+                    f"{done.limits_hit or done.exit} is the limit or exit code that ended a test "
+                    f"job, which printed: {done.stderr!r:.300}"
                 )
         except SandboxError as error:
             raise SandboxUnavailable(

@@ -82,7 +82,7 @@ def lines(run_dir):
 
 def test_a_student_reaches_its_teacher_where_rewards_alone_teach_nothing(root, folder, tmp_path):
     """The same model, tasks, steps and rollouts. The rewards are too rare to begin with."""
-    options = {"steps": 40, "eval_every": 40, "lr": 3e-3}
+    options = {"steps": 48, "eval_every": 48, "lr": 2e-3}
     metrics, summary = run(
         swap_recipe(root, "distill"),
         folder,
@@ -103,7 +103,7 @@ def test_a_student_reaches_its_teacher_where_rewards_alone_teach_nothing(root, f
     )
 
     assert summary["eval_before"] == 0
-    assert summary["eval_after"] > 0.9  # the teacher's is 1
+    assert summary["eval_after"] > 0.8  # the teacher's is 1; 18 runs gave 0.97 or more
     assert rewarded["eval_after"] < 0.1
     kl = [line["tokens/ref_kl"] for line in metrics]
     assert kl[0] > 5

@@ -182,7 +182,10 @@ def test_a_sample_whose_routes_are_damaged_is_counted_and_the_others_have_theirs
     assert found[own][:5].tolist() == rows(0, 5).tolist()
     assert (found[~own] == -1).all()
     assert counts.summary() == {"routes_lost": 1}
-    assert "lost: routes are cut off or damaged" in caplog.text
+    assert (
+        "lost, so the router chooses its experts itself: routes are cut off or damaged"
+        in caplog.text
+    )
 
 
 def test_a_sample_of_another_model_is_counted_and_the_others_have_theirs(store, caplog):

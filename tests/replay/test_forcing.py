@@ -331,7 +331,7 @@ class TestFaults:
                 7,
                 1,
                 [0, 8],
-                r"layers.2.mlp.experts .* it does not have in 1 .* 7 to 7: \[0, 8\] of 8",
+                r"layers.2.mlp.experts .* it does not have, in 1 .* 7 to 7: \[0, 8\] of 8",
             ),
             (
                 3,
@@ -343,9 +343,9 @@ class TestFaults:
                 3,
                 0,
                 [5, 5],
-                r"layers.1.mlp.experts .* an expert twice in 1 tokens, from token 3 to 3",
+                r"layers.1.mlp.experts .* an expert twice, in 1 tokens from token 3 to 3",
             ),
-            (2, 0, [4, -1], "some experts, and -1 for others in 1 tokens, from token 2"),
+            (2, 0, [4, -1], "some experts, and -1 for others, in 1 tokens from token 2"),
         ],
     )
     def test_rows_of_another_model_are_refused(self, model, token, layer, experts, message):

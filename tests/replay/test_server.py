@@ -272,8 +272,16 @@ class Impostor:
         (b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n", ConnectionError, "not accept the key"),
         (b"HTTP/1.1 302 Go\r\nLocation: http://127.0.0.1:1/\r\n\r\n", ValueError, "no bytes"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nxy", ValueError, "no bytes"),
-        (b"HTTP/1.1 206 P\r\nContent-Range: bytes 1-2/9\r\n\r\nxy", ValueError, "bytes 1-2 of 9"),
-        (b"HTTP/1.1 206 P\r\nContent-Range: bytes 0-99/9\r\n\r\nxy", ValueError, "bytes 0-99 of"),
+        (
+            b"HTTP/1.1 206 P\r\nContent-Range: bytes 1-2/9\r\n\r\nxy",
+            ValueError,
+            "requested: 1-2 of 9",
+        ),
+        (
+            b"HTTP/1.1 206 P\r\nContent-Range: bytes 0-99/9\r\n\r\nxy",
+            ValueError,
+            "requested: 0-99 of",
+        ),
         (b"HTTP/1.1 206 P\r\nContent-Range: bytes 0-8/9\r\n\r\nxy", ConnectionError, "closed"),
         (
             b"HTTP/1.1 206 P\r\nContent-Range: bytes 0-1/99999999999\r\n\r\nxy",

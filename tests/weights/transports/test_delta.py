@@ -148,4 +148,4 @@ def test_each_kind_of_damage_has_its_own_message():
     refused(beyond, "changes word|numbers|is damaged")
     wide = np.concatenate([encoded[:24], np.full(9, 0x80, np.uint8), encoded[24:]])
     wide[16] += 9
-    refused(wide, "a number of")
+    refused(wide, "an encoded integer has")

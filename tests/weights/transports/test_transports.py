@@ -374,7 +374,7 @@ def test_a_group_that_is_complete_refuses_another_member(broadcasts):
     _, engine, _, transport = broadcasts
     counts = engine.workers()
     engine.workers = lambda: {"http://replica0": counts["http://replica0"]}
-    with pytest.raises(RuntimeError, match="the broadcast group of 2 is complete"):
+    with pytest.raises(RuntimeError, match="the broadcast group of 2 members is complete"):
         transport.publish(1)
 
 

@@ -125,6 +125,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_token_ids)
     seed: int | None = None
     routes_start: int = 0
@@ -140,6 +141,8 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}, expected 0 < top_p <= 1")
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"top_k is {self.top_k}, expected a positive number, or -1 for all")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}, expected 0 <= min_p <= 1")
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -1,32 +1,33 @@
-"""An engine in this process: transformers' continuous batching, with in-flight weight updates."""
+"""An engine in this process, which decodes with a transformers model and takes weights in flight."""
 
 import asyncio
-import bisect
 import copy
-import functools
-import itertools
-import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from primerl._common.optional import require
-from primerl.rollout.engines.protocol import RouteStore
-from primerl.rollout.engines.transformers.batcher import Batcher
-from primerl.rollout.engines.transformers.continuous_batching import (
-    PAGE_TOKENS,
-    STOP_S,
-    refuse_inference_mode,
-    refuse_unsupported,
-    start_batching,
-    stop_batching,
-)
-from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture
-from primerl.rollout.processes.background_loop import BackgroundLoop
+from primerl.rollout.engines.protocol import RouteStore, is_instant
+from primerl.rollout.engines.transformers.decoder import Decoder, find_shapes
+from primerl.rollout.engines.transformers.kv_cache import LayerShape, PagedCache
+from primerl.rollout.engines.transformers.paged_attention import switch_to_pages
+from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture, RequestRoutes
+from primerl.rollout.engines.transformers.sampling import RequestKeys
+from primerl.rollout.engines.transformers.scheduler import PendingCompletion
+from primerl.rollout.engines.transformers.support import refuse_unsupported, rope_limit
 from primerl.types import Completion, PolicyVersion, SamplingParams
+
+STOP_S = 30.0
+# The least number of tokens that a forward pass may process.
+STEP_TOKENS = 512
+# The share of the free memory that the cache takes, unless its size is given.
+CACHE_SHARE = 0.3
 
 
 class TransformersEngine:
@@ -45,23 +46,26 @@ class TransformersEngine:
       slightly different from that of any version. (A request whose cache is evicted for lack of
       memory is recomputed with the weights of that moment.)
 
-    Prefixes are never shared between requests, because a shared block would survive an update.
-    Before transformers 5.19, batching can't be paused: an update waits until the requests in flight
-    have finished, while new ones wait for the update, so the two modes do the same.
+    Requests that begin alike share the keys and values of their first tokens, and so do the turns
+    of a conversation, until an update.
 
-    All state belongs to the engine's own event loop, so ``generate`` may be awaited on any loop and
-    ``update_weights`` called from any thread.
+    What a request draws depends on ``seed``, its session and its prompt, and not on what else is
+    served: equal requests of the same session get different draws, in their order. In float32, on a
+    CPU and one thread, dense models give the same tokens in any order of requests; otherwise a
+    token changes only where rounding decides.
+
+    ``generate`` may be awaited on any loop, and ``update_weights`` called from any thread.
 
     Args:
-        model: a causal language model with full or sliding attention; it is copied.
+        model: a causal language model; it is copied.
         dtype: the dtype of the copy's parameters and KV cache, such as ``torch.bfloat16``; updates
             are rounded to it. None: the model's dtype.
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
-        cache_tokens: capacity of the KV cache, in tokens.
+        cache_tokens: capacity of the KV cache, in tokens. None: as many as ``max_concurrent``
+            requests can have, or as fit into 30% of the free memory.
         version: the version of the model's weights: 0, or the step from which a run resumes.
-        seed: the seed of the process's random generator. The requests in flight share the
-            generator, so their samples depend on how they are batched.
+        seed: the seed of all requests that have none of their own; None draws one.
         routes: the store for the expert routes of completions, for router replay. Greedy
             completions are not trained and have none.
         capture: ``replay.capture``, which records the routes.
@@ -70,7 +74,7 @@ class TransformersEngine:
             copied with the model, so they must be applied here.
 
     Raises:
-        ValueError: continuous batching does not support this model, or only one of ``routes`` and
+        ValueError: this engine does not support the model, or only one of ``routes`` and
             ``capture`` is given.
         RuntimeError: inference mode is on, whose tensors can't be updated.
     """
@@ -82,7 +86,7 @@ class TransformersEngine:
         dtype: torch.dtype | None = None,
         on_update: Literal["recompute", "keep"] = "recompute",
         max_concurrent: int = 128,
-        cache_tokens: int = 16_384,
+        cache_tokens: int | None = None,
         version: PolicyVersion = 0,
         seed: int | None = None,
         routes: RouteStore | None = None,
@@ -103,40 +107,35 @@ class TransformersEngine:
         served.zero_grad()
         if prepare is not None:
             prepare(served)
-        served.set_attn_implementation("sdpa")
+        served.eval()
+        switch_to_pages(served)
         if dtype is not None:
             _round_parameters(served, dtype)
         self._model = served
         text: Any = served.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
-        self._positions = int(text.max_position_embeddings)
+        self._positions = rope_limit(served)
         self._recompute = on_update == "recompute"
         self._cache_tokens = cache_tokens
         self._max_concurrent = max_concurrent
-        self._start_batching = functools.partial(
-            start_batching,
-            served,
-            max_concurrent=max_concurrent,
-            cache_tokens=cache_tokens,
-            seed=seed,
-        )
+        self._keys = RequestKeys(secrets.randbits(64) if seed is None else seed)
         self._version = version
         self.routes = routes
         """The store of expert routes; None if routes are not recorded."""
         self._capture = capture
         self._recorder: BatchRoutes | None = None
-        self._batcher: Batcher | None = None
-        self._loop: BackgroundLoop | None = None
+        self._decoder: Decoder | None = None
 
     @property
     def version(self) -> PolicyVersion:
         """The version of the weights that sample the next token."""
-        return self._version if self._batcher is None else self._batcher.version
+        return self._version if self._decoder is None else self._decoder.version
 
     @property
     def context_length(self) -> int:
         """The maximum number of tokens of one request: the smaller of positions and cache."""
-        return min(self._positions, self._cache_tokens)
+        limits = [one for one in (self._positions, self._cache_tokens) if one is not None]
+        return min(limits, default=STEP_TOKENS)
 
     @property
     def vocab_size(self) -> int:
@@ -151,48 +150,51 @@ class TransformersEngine:
         Raises:
             RuntimeError: the engine is not running.
         """
-        batcher, _ = self._running()
-        lengths = batcher.lengths()
-        pages = [math.ceil(length / PAGE_TOKENS) for length in lengths]
-        held = list(itertools.accumulate(pages))[: self._max_concurrent]
-        capacity = self._cache_tokens / PAGE_TOKENS
-        running = bisect.bisect_right(held, capacity)
-        load = {
-            "vllm:num_requests_running": float(running),
-            "vllm:num_requests_waiting": float(len(lengths) - running),
-            "vllm:kv_cache_usage_perc": min(1.0, sum(pages) / capacity),
-        }
-        return {"this process": load}
+        return {"this process": self._running().metrics()}
 
     def start(self) -> "TransformersEngine":
-        """Start serving; ``with`` calls this, and closes the engine at its end."""
+        """Start serving; ``with`` calls this, and closes the engine at its end.
+
+        Raises:
+            RuntimeError: the cache does not fit into memory.
+        """
         refuse_inference_mode()
         with ExitStack() as on_failure:
-            if self._capture is not None:  # first: if it refuses the model, no thread has started
+            if self._capture is not None:
                 self._recorder = BatchRoutes(self._model, self._capture)
                 on_failure.callback(self._recorder.close)
-            manager = self._start_batching()
+            shapes = find_shapes(self._model).shapes
+            pages = -(-self._choose_cache_tokens(shapes) // PAGE_TOKENS)
+            try:
+                cache = PagedCache(shapes, pages=pages)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise RuntimeError(
+                    f"the engine did not start: a cache of {self._cache_tokens} tokens does not "
+                    "fit into memory; pass a smaller cache_tokens"
+                ) from error
             on_failure.pop_all()
-        self._batcher = Batcher(
-            manager,
+        self._decoder = Decoder(
+            self._model,
+            cache,
+            PageTable(pages),
+            max_concurrent=self._max_concurrent,
+            max_step_tokens=max(STEP_TOKENS, self._max_concurrent),
             recompute=self._recompute,
             version=self.version,
-            recorder=self._recorder,
-            routes=self.routes,
+            routes=self._recorder,
         )
-        self._loop = BackgroundLoop("primerl-engine")
+        self._decoder.start()
         return self
 
     def close(self) -> None:
         """Stop serving; requests in flight fail."""
-        loop, self._loop = self._loop, None
-        if loop is None or self._batcher is None:
+        decoder, self._decoder = self._decoder, None
+        if decoder is None:
             return
-        stop_batching(self._batcher.manager)
-        loop.submit(self._batcher.fail_all("the engine was closed")).result(STOP_S)
+        self._version = decoder.version
+        decoder.close(STOP_S)
         if self._recorder is not None:
             self._recorder.close()
-        loop.stop()
 
     def __enter__(self) -> "TransformersEngine":
         return self.start()
@@ -209,17 +211,33 @@ class TransformersEngine:
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
-        ``temperature=0`` is greedy, with a processed logprob of 0.
+        ``temperature=0`` is greedy, with a processed logprob of 0. With ``seed``, the completion
+        depends on the prompt, the weights and ``seed`` only.
 
         Raises:
-            ValueError: the request exceeds the context, or needs what this engine does not support
-                (``top_p``, ``top_k``, a seed per request).
+            ValueError: the request exceeds the context.
             RuntimeError: the engine is not running, or generation failed.
         """
         prompt = [int(token) for token in prompt_ids]
         self._check(prompt, params)
-        batcher, loop = self._running()
-        return await asyncio.wrap_future(loop.submit(batcher.generate(prompt, params)))
+        decoder = self._running()
+        recorded = self.routes is not None and params.temperature > 0
+        request = PendingCompletion(
+            tokens=prompt,
+            prompt_length=len(prompt),
+            params=params,
+            randomness=self._keys.key(prompt, params, session),
+            routes=RequestRoutes() if recorded else None,
+        )
+        decoder.submit(request)
+        finish_reason = await asyncio.wrap_future(request.done)
+        return Completion(
+            token_ids=request.tokens[request.prompt_length :],
+            logprobs=request.logprobs,
+            versions=request.versions,
+            finish_reason=finish_reason,
+            routes=await self._put_routes(request),
+        )
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], *, version: int, timeout_s: float = 600.0
@@ -230,7 +248,7 @@ class TransformersEngine:
             tensors: the model's parameters and saved buffers by name; a shared tensor needs only
                 one of its names.
             version: the policy version of the weights.
-            timeout_s: how long pausing and loading may take.
+            timeout_s: how long loading may take.
 
         Raises:
             ValueError: names or shapes are not the model's, or the version is older than the one
@@ -241,13 +259,37 @@ class TransformersEngine:
         if version < self.version:
             raise ValueError(f"version {version} is older than {self.version}, which is served")
         pairs = _match_tensors(self._model, tensors)
-        batcher, loop = self._running()
-        future = loop.submit(batcher.update(pairs, version))
+        future = self._running().update(partial(_copy_tensors, pairs), version)
         try:
             future.result(timeout_s)
         except TimeoutError:
             future.cancel()
             raise RuntimeError(f"the weight update took longer than {timeout_s:.0f} s") from None
+
+    async def _put_routes(self, request: PendingCompletion) -> tuple[str, ...]:
+        """Store the routes of a completed request, if any are recorded; return references."""
+        start, end = request.params.routes_start, len(request.tokens) - 1
+        if self.routes is None or request.routes is None or start == end:
+            return ()  # the last token was not processed
+        rows, versions = request.routes.between(start, end)
+        put = partial(
+            self.routes.put,
+            rows,
+            start=start,
+            versions=versions,
+            shared=max(0, request.prompt_length - 1 - start),
+        )
+        if is_instant(self.routes, end - start):
+            return put()
+        return await asyncio.to_thread(put)
+
+    def _choose_cache_tokens(self, shapes: Sequence[LayerShape]) -> int:
+        if self._cache_tokens is None:
+            each = sum(shape.token_bytes for shape in shapes)
+            fit = int(CACHE_SHARE * _free_memory(next(self._model.parameters()).device)) // each
+            most = self._max_concurrent * self.context_length
+            self._cache_tokens = max(PAGE_TOKENS, min(fit, most))
+        return self._cache_tokens
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
@@ -266,20 +308,36 @@ class TransformersEngine:
             raise ValueError(
                 f"routes_start is {params.routes_start}, beyond the prompt of {len(prompt)} tokens"
             )
-        if params.top_p < 1 or params.top_k != -1:
-            raise ValueError(
-                f"top_p={params.top_p}, top_k={params.top_k}: this engine samples from the full "
-                "distribution (top_p=1, top_k=-1)"
-            )
-        if params.seed is not None:
-            raise ValueError("this engine has no seed per request; pass TransformersEngine(seed=)")
 
-    def _running(self) -> tuple[Batcher, BackgroundLoop]:
-        if self._batcher is None or self._loop is None:
+    def _running(self) -> Decoder:
+        if self._decoder is None:
             raise RuntimeError(
                 "the engine is not running; use `with TransformersEngine(...) as engine`"
             )
-        return self._batcher, self._loop
+        return self._decoder
+
+
+def refuse_inference_mode() -> None:
+    """Raise a RuntimeError under ``torch.inference_mode``, whose tensors can't be updated."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "TransformersEngine cannot run under torch.inference_mode, whose tensors can't be "
+            "updated in place; leave it, or use torch.no_grad"
+        )
+
+
+def _free_memory(device: torch.device) -> int:
+    """Return how many bytes of the device's memory are free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(require("psutil", extra="transformers").virtual_memory().available)
+
+
+def _copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy new values into served tensors, given as ``(served, new)``."""
+    with torch.no_grad():
+        for served, new in pairs:
+            served.copy_(new)
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,0 +1,336 @@
+"""The loop of the embedded engine: one forward pass after another, with updates in between."""
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from primerl.rollout.engines.transformers.kv_cache import DecodingBatch, PagedCache
+from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.paged_attention import (
+    LEAST_ROWS,
+    AttentionStep,
+    ShapeProbe,
+    attending,
+)
+from primerl.rollout.engines.transformers.routing import BatchRoutes, write_routes
+from primerl.rollout.engines.transformers.sampling import sample_tokens, uniform
+from primerl.rollout.engines.transformers.scheduler import (
+    Chunk,
+    PendingCompletion,
+    Scheduler,
+    StepPlan,
+)
+from primerl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+
+class Decoder:
+    """Samples with a model; requests, cancellations and updates may come from any thread.
+
+    Args:
+        model: the serving model, whose attention is ``switch_to_pages``'s.
+        cache: the pages.
+        max_concurrent: how many requests are decoded together.
+        max_step_tokens: how many tokens are processed in a forward pass.
+        recompute: whether an update recomputes the keys and values of requests in flight.
+        version: the version of the weights.
+        routes: the expert routes of forward passes, if they are recorded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: PagedCache,
+        pages: PageTable,
+        *,
+        max_concurrent: int,
+        max_step_tokens: int,
+        recompute: bool,
+        version: PolicyVersion,
+        routes: BatchRoutes | None = None,
+    ) -> None:
+        self.version = version
+        self.steps = 0
+        """How many forward passes have been computed."""
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._cache = cache
+        self._scheduler = Scheduler(
+            pages, max_concurrent=max_concurrent, max_step_tokens=max_step_tokens
+        )
+        self._batch = DecodingBatch(cache)
+        self._recompute = recompute
+        self._routes = routes
+        self._failure = ""
+        """Why the weights can't be used: a failed update may have changed some of them."""
+        self._inbox: deque[PendingCompletion] = deque()
+        self._updates: deque[tuple[Callable[[], None], PolicyVersion, Future[None]]] = deque()
+        self._cancelled: deque[PendingCompletion] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="primerl-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the loop."""
+        self._thread.start()
+
+    def submit(self, request: PendingCompletion) -> None:
+        """Add a request; cancelling its ``done`` removes it.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine was closed")
+            self._inbox.append(request)
+            self._changed.notify()
+        request.done.add_done_callback(lambda done: self._note_cancelled(request, done))
+
+    def update(self, load: Callable[[], None], version: PolicyVersion) -> "Future[None]":
+        """Have ``load`` called between two steps; the returned future waits for it."""
+        done: Future[None] = Future()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine was closed")
+            self._updates.append((load, version, done))
+            self._changed.notify()
+        return done
+
+    def close(self, timeout_s: float) -> None:
+        """End the loop, and fail the requests in flight."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the load under vLLM's metric names."""
+        scheduler = self._scheduler
+        waiting = len(scheduler.waiting) + len(self._inbox)
+        return {
+            "vllm:num_requests_running": float(len(scheduler.running)),
+            "vllm:num_requests_waiting": float(waiting),
+            "vllm:kv_cache_usage_perc": scheduler.pages.used / scheduler.pages.size,
+            "vllm:prefix_cache_hits_total": float(scheduler.reused_tokens),
+        }
+
+    def _note_cancelled(self, request: PendingCompletion, done: "Future[str]") -> None:
+        if done.cancelled():
+            with self._changed:
+                self._cancelled.append(request)
+                self._changed.notify()
+
+    def _run(self) -> None:
+        scheduler = self._scheduler
+        while True:
+            with self._changed:
+                idle = not (scheduler.running or scheduler.waiting)
+                self._changed.wait_for(
+                    lambda: (
+                        not idle or self._closed or self._inbox or self._updates or self._cancelled
+                    )
+                )
+                scheduler.waiting.extend(self._inbox)
+                self._inbox.clear()
+                cancelled, updates = list(self._cancelled), list(self._updates)
+                self._cancelled.clear()
+                self._updates.clear()
+                closed = self._closed
+            for request in cancelled:
+                scheduler.finish(request)
+            if closed:
+                break
+            for load, version, done in updates:
+                self._load(load, version, done)
+            if scheduler.running or scheduler.waiting:
+                self._step()
+        self._fail_all("the engine was closed")
+        for _, _, done in updates:
+            _fail(done, "the engine was closed")
+
+    def _load(
+        self, load: Callable[[], None], version: PolicyVersion, done: "Future[None]"
+    ) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            load()
+        except Exception as error:  # every kind: the caller of the update gets it
+            self._failure = f"the weight update failed: {error}"
+            self._fail_all(self._failure)
+            done.set_exception(error)
+            return
+        self._failure = ""
+        self.version = version
+        if self._recompute:
+            self._scheduler.recompute_all()
+            self._batch.clear()
+        else:
+            self._scheduler.forget_prefixes()
+        done.set_result(None)
+
+    def _step(self) -> None:
+        if self._failure:
+            self._fail_all(self._failure)
+            return
+        plan = self._scheduler.plan()
+        chunks = plan.all_chunks
+        if not chunks:
+            return
+        try:
+            self._compute(plan)
+        except Exception as error:  # every kind: the requests of the step get it
+            log.exception("the embedded engine's forward pass failed")
+            self._fail([chunk.request for chunk in chunks], f"generation failed: {error}", error)
+
+    def _compute(self, plan: StepPlan) -> None:
+        """Process the tokens of ``plan``, and sample where a request's last token was processed."""
+        self._cache.copy(plan.copies)
+        rows = self._batch.arrange(plan.decoding)
+        decoding = [Chunk(request, 1) for group in rows for request in group.requests]
+        chunks = decoding + plan.chunks
+        ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
+        logits = self._forward(chunks, AttentionStep(self._cache, self._slots(chunks), rows, plan.chunks), ends)
+        if self._routes is not None:
+            self._record(plan, chunks, self._routes)
+        self._scheduler.advance(plan)
+        self.steps += 1
+        if ends:
+            self._sample(logits, [chunks[index].request for index in ends])
+
+    def _forward(self, chunks: Sequence[Chunk], step: AttentionStep, ends: list[int]) -> Tensor:
+        """Return the logits after the last token of each chunk in ``ends``, float32."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for chunk in chunks:
+            first = chunk.request.computed
+            tokens += chunk.request.tokens[first : first + chunk.count]
+            positions += range(first, first + chunk.count)
+            last.append(len(tokens) - 1)
+        missing = max(0, LEAST_ROWS - len(tokens))
+        tokens += [0] * missing
+        positions += [0] * missing
+        wanted = [last[index] for index in ends] or [0]
+        wanted += wanted[-1:] * max(0, LEAST_ROWS - len(wanted))
+        with torch.no_grad(), attending(step):
+            output = self._model(
+                input_ids=self._tensor([tokens]),
+                position_ids=self._tensor([positions]),
+                logits_to_keep=self._tensor(wanted),
+                use_cache=False,
+            )
+        logits: Tensor = output.logits[0].float()
+        if len(logits) != len(wanted):  # the model has no logits_to_keep
+            logits = logits[self._tensor(wanted)]
+        return logits
+
+    def _sample(self, logits: Tensor, requests: Sequence[PendingCompletion]) -> None:
+        padding = [requests[-1]] * (len(logits) - len(requests))
+        uniforms = [
+            uniform(request.randomness, len(request.tokens)) for request in [*requests, *padding]
+        ]
+        tokens, logprobs = sample_tokens(
+            logits,
+            [request.params for request in [*requests, *padding]],
+            torch.tensor(uniforms, dtype=torch.float64).to(self._device),
+        )
+        results = zip(requests, tokens.tolist(), logprobs.tolist(), strict=False)
+        for request, token, logprob in results:
+            if math.isnan(logprob):
+                at = len(request.tokens) - request.prompt_length
+                self._erase(request)
+                self._fail([request], f"generation failed: the logits of token {at} are not numbers")
+                continue
+            request.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            stopped = token in request.params.stop_token_ids
+            if stopped or len(request.logprobs) == request.params.max_tokens:
+                self._scheduler.finish(request)
+                if request.done.set_running_or_notify_cancel():
+                    request.done.set_result("stop" if stopped else "length")
+
+    def _record(self, plan: StepPlan, chunks: Sequence[Chunk], routes: BatchRoutes) -> None:
+        """Store the experts of the step's tokens with the pages, and with the requests."""
+        rows = routes.rows()
+        for copy in plan.copies:
+            source = copy.source
+            assert source.routes is not None and source.versions is not None
+            write_routes(
+                copy.target, source.routes[: copy.tokens], 0, source.versions[: copy.tokens]
+            )
+        row = 0
+        for chunk in chunks:
+            position = chunk.request.computed
+            end = position + chunk.count
+            while position < end:
+                first = position % PAGE_TOKENS
+                count = min(PAGE_TOKENS - first, end - position)
+                page = chunk.request.pages[position // PAGE_TOKENS]
+                write_routes(page, rows[row : row + count], first, self.version)
+                position += count
+                row += count
+        for chunk in chunks:
+            if chunk.request.routes is not None:
+                chunk.request.routes.read(
+                    chunk.request.pages, chunk.request.computed + chunk.count
+                )
+
+    def _slots(self, chunks: Sequence[Chunk]) -> Tensor:
+        slots = [
+            chunk.request.slot(position)
+            for chunk in chunks
+            for position in range(chunk.request.computed, chunk.request.computed + chunk.count)
+        ]
+        return self._tensor(slots)
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device)
+
+    def _erase(self, request: PendingCompletion) -> None:
+        """Erase what a request with broken numbers has written, which would spoil others."""
+        self._cache.erase([page.index for page in request.pages if page.users == 1])
+        self._batch.clear()
+
+    def _fail_all(self, reason: str) -> None:
+        self._fail([*self._scheduler.running, *self._scheduler.waiting], reason)
+        self._scheduler.recompute_all()
+        self._batch.clear()
+
+    def _fail(
+        self,
+        requests: Sequence[PendingCompletion],
+        reason: str,
+        cause: BaseException | None = None,
+    ) -> None:
+        for request in requests:
+            _fail(request.done, reason, cause)
+            self._scheduler.finish(request, keep=False)
+
+
+def _fail(done: "Future[Any]", reason: str, cause: BaseException | None = None) -> None:
+    if done.set_running_or_notify_cancel():
+        error = RuntimeError(reason)
+        error.__cause__ = cause
+        done.set_exception(error)
+
+
+def find_shapes(model: nn.Module) -> ShapeProbe:
+    """Find the shapes of the keys and values of each layer, by a forward pass of a few tokens."""
+    probe = ShapeProbe()
+    device = next(model.parameters()).device
+    tokens = torch.zeros(1, LEAST_ROWS, dtype=torch.int64, device=device)
+    positions = torch.arange(LEAST_ROWS, device=device).unsqueeze(0)
+    with torch.no_grad(), attending(probe):
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
+    return probe

@@ -1,0 +1,337 @@
+"""Attention of a batch of requests over their own pages, for unmodified Hugging Face models.
+
+All tokens of a step lie end to end in one row, which the model sees as its batch. The attention
+function, an entry of transformers' ``AttentionInterface``, stores their keys and values and lets
+each token attend to its own request. The model needs no cache of its own.
+
+In float32 on a CPU, the result for a token has the same bits whatever else is in the batch, and
+however its request is divided into steps: products have at least ``LEAST_ROWS`` rows, and sums over
+keys are taken in blocks that begin at the request's first token.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from primerl._common.optional import require
+from primerl.rollout.engines.transformers.kv_cache import DecodingRows, LayerShape, PagedCache
+from primerl.rollout.engines.transformers.pages import PAGE_TOKENS
+from primerl.rollout.engines.transformers.scheduler import Chunk
+
+PAGED_ATTENTION = "primerl_paged"
+# Below this number of rows, the matrix products of CPU libraries round differently.
+LEAST_ROWS = 4
+# The number of keys whose weighted values are summed in one product.
+KEY_BLOCK = 512
+# The largest number of scores that are held in memory at a time.
+MAX_SCORES = 2**25
+
+# The arguments of attention that don't change what it computes here.
+_IGNORED = frozenset({"position_ids", "dropout", "logits_to_keep", "output_attentions"})
+
+
+@attrs.define(eq=False)
+class Scoring:
+    """How the scores of queries and keys become weights."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """One score for each head, of a key without a value."""
+
+
+@attrs.define(eq=False)
+class AttentionStep:
+    """What the attention function needs to know of a forward pass.
+
+    Args:
+        cache: the pages.
+        slots: where in the cache each token's key and value go, int64[t].
+        rows: the decoding requests, whose tokens come first, in the same order.
+        chunks: the other requests' tokens, which come next. More tokens may follow, of nobody.
+    """
+
+    cache: PagedCache
+    slots: Int[Tensor, " t"]
+    rows: list[DecodingRows]
+    chunks: list[Chunk]
+    calls: int = 0
+    """How many layers have been computed."""
+    _masks: dict[Any, Tensor] = attrs.Factory(dict)
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads t d"],
+        key: Float[Tensor, "1 kv_heads t d"],
+        value: Float[Tensor, "1 kv_heads t dv"],
+        scoring: Scoring,
+        chosen: Int[Tensor, "1 t k"] | None,
+    ) -> Float[Tensor, "1 t heads dv"]:
+        """Store the keys and values, and attend to them and to earlier ones."""
+        layer, self.calls = self.calls, self.calls + 1
+        kv_heads, size = key.shape[1], key.shape[3]
+        q = query[0].unflatten(0, (kv_heads, -1))  # [kv_heads, group, t, d]
+        new = torch.cat([key[0], value[0]], dim=-1)
+        used = len(self.slots)
+        self.cache.layers[layer].index_copy_(1, self.slots, new[:, :used])
+        attended = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+        start = 0
+        for rows in self.rows:
+            end = start + len(rows.requests)
+            part = slice(start, end)
+            attended[part] = self._decode(layer, rows, q[:, :, part], new[:, part], size, scoring)
+            start = end
+        for chunk in self.chunks:
+            end = start + chunk.count
+            part = slice(start, end)
+            attended[part] = self._prefill(layer, chunk, q[:, :, part], size, scoring)
+            start = end
+        return attended.unsqueeze(0)
+
+    def _decode(
+        self,
+        layer: int,
+        rows: DecodingRows,
+        q: Float[Tensor, "kv_heads group n d"],
+        new: Float[Tensor, "kv_heads n width"],
+        size: int,
+        scoring: Scoring,
+    ) -> Float[Tensor, "n heads dv"]:
+        """Attend from the newest token of each row."""
+        count = len(rows.requests)
+        positions = self._positions(rows)
+        stored = rows.layers[layer]
+        stored[self._arange(count), :, positions] = new.transpose(0, 1)
+        longest = max(request.computed for request in rows.requests) + 1
+        longest = min(rows.room, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
+        seen = stored[:count, :, :longest]
+        mask = self._decoding_mask(rows, positions, longest, scoring.window)
+        attended = weigh(
+            q.permute(2, 0, 1, 3),
+            seen[..., :size],
+            seen[..., size:],
+            mask,
+            scoring,
+        )
+        return attended.flatten(1, 2)
+
+    def _prefill(
+        self,
+        layer: int,
+        chunk: Chunk,
+        q: Float[Tensor, "kv_heads group t d"],
+        size: int,
+        scoring: Scoring,
+    ) -> Float[Tensor, "t heads dv"]:
+        """Attend from a part of a prompt to the prompt so far."""
+        request, first = chunk.request, chunk.request.computed
+        pages = -(-(first + chunk.count) // PAGE_TOKENS)
+        key = (request, "pages")
+        if key not in self._masks:
+            indices = [page.index for page in request.pages[:pages]]
+            self._masks[key] = torch.tensor([indices], device=q.device)
+        seen = self.cache.gather(layer, self._masks[key])
+        kv_heads, group, count, _ = q.shape
+        at_once = max(1, MAX_SCORES // (kv_heads * group * seen.shape[2]))
+        parts = []
+        for start in range(0, count, at_once):
+            queries = q[:, :, start : start + at_once]
+            rows = queries.shape[2]
+            mask = self._prompt_mask(chunk, start, rows, seen.shape[2], scoring.window)
+            part = weigh(
+                queries.flatten(1, 2).unsqueeze(0),
+                seen[..., :size],
+                seen[..., size:],
+                mask.repeat(group, 1).unsqueeze(0).unsqueeze(0),
+                scoring,
+            )
+            parts.append(part.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).flatten(1, 2))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _arange(self, count: int) -> Tensor:
+        key = ("arange", count)
+        if key not in self._masks:
+            self._masks[key] = torch.arange(count, device=self.slots.device)
+        return self._masks[key]
+
+    def _positions(self, rows: DecodingRows) -> Tensor:
+        key = (rows, "positions")
+        if key not in self._masks:
+            positions = [request.computed for request in rows.requests]
+            self._masks[key] = torch.tensor(positions, device=self.slots.device)
+        return self._masks[key]
+
+    def _decoding_mask(
+        self, rows: DecodingRows, positions: Tensor, longest: int, window: int | None
+    ) -> Float[Tensor, "n 1 1 s"]:
+        key = (rows, window)
+        if key not in self._masks:
+            mask = _mask(positions.unsqueeze(1), longest, window)
+            self._masks[key] = mask.view(len(positions), 1, 1, longest)
+        return self._masks[key]
+
+    def _prompt_mask(
+        self, chunk: Chunk, start: int, rows: int, seen: int, window: int | None
+    ) -> Float[Tensor, "t s"]:
+        key = (chunk.request, start, window)
+        if key not in self._masks:
+            first = chunk.request.computed + start
+            positions = torch.arange(first, first + rows, device=self.slots.device)
+            self._masks[key] = _mask(positions.unsqueeze(1), seen, window)
+        return self._masks[key]
+
+
+def _mask(positions: Int[Tensor, "t 1"], seen: int, window: int | None) -> Float[Tensor, "t s"]:
+    """Return 0 where a token sees a key, else minus infinity."""
+    keys = torch.arange(seen, device=positions.device)
+    visible = keys <= positions
+    if window is not None:
+        visible &= keys > positions - window
+    return torch.zeros(visible.shape, device=positions.device).masked_fill_(
+        ~visible, float("-inf")
+    )
+
+
+def weigh(
+    query: Float[Tensor, "n kv_heads rows d"],
+    key: Float[Tensor, "n kv_heads s d"],
+    value: Float[Tensor, "n kv_heads s dv"],
+    mask: Float[Tensor, "n 1 q s"],
+    scoring: Scoring,
+) -> Float[Tensor, "n kv_heads rows dv"]:
+    """Return the values, weighted by ``softmax(scaling query . key + mask)``."""
+    plain = scoring.softcap is None and scoring.sinks is None
+    exact = query.dtype == torch.float32 and query.device.type == "cpu"
+    if plain and not exact:
+        mask = mask.to(query.dtype).expand(-1, -1, query.shape[2], -1)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scoring.scaling
+        )
+    rows = query.shape[2]
+    if rows < LEAST_ROWS:
+        query = F.pad(query, (0, 0, 0, LEAST_ROWS - rows))
+        mask = mask if mask.shape[2] == 1 else F.pad(mask, (0, 0, 0, LEAST_ROWS - rows))
+    scores = torch.matmul(query * scoring.scaling, key.transpose(2, 3)).float()
+    if scoring.softcap is not None:
+        scores = (scores / scoring.softcap).tanh_() * scoring.softcap
+    scores += mask
+    weights = _softmax(scores, scoring.sinks, rows).to(value.dtype)
+    result = torch.matmul(weights[..., :KEY_BLOCK], value[:, :, :KEY_BLOCK])
+    for start in range(KEY_BLOCK, value.shape[2], KEY_BLOCK):
+        block = slice(start, start + KEY_BLOCK)
+        result += torch.matmul(weights[..., block], value[:, :, block])
+    return result[:, :, :rows]
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None, rows: int) -> Tensor:
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    kv_heads, padded = scores.shape[1:3]
+    each = sinks.view(1, kv_heads, -1, 1).float()  # heads of a group are equal parts of the rows
+    each = each.repeat_interleave(rows // each.shape[2], dim=2)
+    each = F.pad(each, (0, 0, 0, padded - rows)).expand(len(scores), -1, -1, -1)
+    return torch.cat([scores, each], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+_STEP: ContextVar[AttentionStep] = ContextVar("_STEP")
+
+
+@contextlib.contextmanager
+def attending(step: AttentionStep) -> Iterator[None]:
+    """Use ``step`` in the forward passes of this context."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def switch_to_pages(model: nn.Module) -> None:
+    """Register the attention function with transformers, and switch a model to it.
+
+    Raises:
+        ValueError: the model's attention can't be switched.
+    """
+    transformers = require("transformers", extra="transformers")
+    transformers.AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
+    transformers.AttentionMaskInterface.register(PAGED_ATTENTION, _window_as_mask)
+    model.set_attn_implementation(PAGED_ATTENTION)  # type: ignore[operator]
+    config: Any = model.config
+    if config._attn_implementation != PAGED_ATTENTION:
+        raise ValueError(f"{config.model_type} has its own attention implementation")
+
+
+def _window_as_mask(*_: Any, local_size: int | None = None, **_others: Any) -> Tensor | None:
+    """Entry of ``AttentionMaskInterface``: tell attention the window, if there is one."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size, dtype=torch.int32)
+
+
+def _paged_attention(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads t d"],
+    key: Float[Tensor, "1 kv_heads t d"],
+    value: Float[Tensor, "1 kv_heads t dv"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
+    **asked: Any,
+) -> tuple[Float[Tensor, "1 t heads dv"], None]:
+    """Entry of ``AttentionInterface``."""
+    step = _STEP.get(None)
+    if step is None:
+        raise RuntimeError(
+            "this model is served by TransformersEngine, and can't be called by others; "
+            "model.set_attn_implementation('sdpa') switches it back"
+        )
+    _refuse_other_attention(module, asked)
+    window = sliding_window if attention_mask is None else int(attention_mask.flatten()[0])
+    scoring = Scoring(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return step.attend(query, key, value, scoring, indices), None
+
+
+def _refuse_other_attention(module: nn.Module, asked: dict[str, Any]) -> None:
+    causal = asked.get("is_causal", getattr(module, "is_causal", True))
+    if causal is False:
+        raise ValueError(f"{type(module).__name__} attends to later tokens too")
+    for name, value in asked.items():
+        if not (name in _IGNORED or value is None or isinstance(value, bool)):
+            raise ValueError(
+                f"{type(module).__name__} asks for {name!r}, which this engine does not compute; "
+                "serve the model with vLLM"
+            )
+
+
+@attrs.define(eq=False)
+class ShapeProbe:
+    """In place of an ``AttentionStep``: finds the shape of each layer's keys and values."""
+
+    shapes: list[LayerShape] = attrs.Factory(list)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: Scoring,  # noqa: ARG002
+        chosen: Tensor | None,  # noqa: ARG002
+    ) -> Tensor:
+        """Note the shapes, and return zeros."""
+        self.shapes.append(LayerShape.of(key, value))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

@@ -1,0 +1,282 @@
+"""Which requests take part in the next forward pass, and where their keys and values go."""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import attrs
+
+from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, Page, PageTable, Prefix
+from primerl.rollout.engines.transformers.routing import RequestRoutes
+from primerl.types import SamplingParams
+
+
+@attrs.define(eq=False)
+class PendingCompletion:
+    """A request, its tokens so far, and its pages.
+
+    Args:
+        tokens: prompt and completion.
+        prompt_length: how many of the tokens are the prompt.
+        randomness: the key of the request's random numbers.
+        done: what the caller waits for; its result is the finish reason.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    randomness: bytes
+    done: "Future[str]" = attrs.Factory(Future)
+    logprobs: list[float] = attrs.Factory(list)
+    versions: list[int] = attrs.Factory(list)
+    pages: list[Page] = attrs.Factory(list)
+    places: list[Page] = attrs.Factory(list)
+    """For each page, the page under which pages after it are listed."""
+    epoch: int = 0
+    """The epoch of the page table when the pages were assigned."""
+    computed: int = 0
+    """How many tokens have keys and values."""
+    routes: RequestRoutes | None = None
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens have no keys and values yet."""
+        return len(self.tokens) - self.computed
+
+    def slot(self, position: int) -> int:
+        """Return where in the cache the key and value of a token are."""
+        return self.pages[position // PAGE_TOKENS].index * PAGE_TOKENS + position % PAGE_TOKENS
+
+
+@attrs.frozen(eq=False)
+class Chunk:
+    """The next ``count`` tokens of a request, to be processed in one forward pass."""
+
+    request: PendingCompletion
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next token is sampled after this chunk."""
+        return self.count == self.request.remaining
+
+
+@attrs.frozen(eq=False)
+class PageCopy:
+    """The first ``tokens`` of a page, to be copied before the forward pass."""
+
+    source: Page
+    target: Page
+    tokens: int
+
+
+@attrs.frozen(eq=False)
+class StepPlan:
+    """What the next forward pass processes.
+
+    Args:
+        decoding: requests with one token each, whose earlier tokens are all in the cache.
+        chunks: parts of prompts.
+        copies: pages to be copied first.
+    """
+
+    decoding: list[PendingCompletion]
+    chunks: list[Chunk]
+    copies: list[PageCopy]
+
+    @property
+    def all_chunks(self) -> list[Chunk]:
+        """Everything that is processed, in order."""
+        return [Chunk(request, 1) for request in self.decoding] + self.chunks
+
+
+class Scheduler:
+    """Queues requests, gives them pages, and plans each step.
+
+    Earlier requests go first: if the cache is full, the latest one gives up its pages and is
+    computed again later.
+
+    Args:
+        pages: the pages of the cache.
+        max_concurrent: how many requests run at a time.
+        max_step_tokens: how many tokens a step processes.
+    """
+
+    def __init__(self, pages: PageTable, *, max_concurrent: int, max_step_tokens: int) -> None:
+        self.pages = pages
+        self.waiting: deque[PendingCompletion] = deque()
+        self.running: list[PendingCompletion] = []
+        self.reused_tokens = 0
+        """How many tokens of prompts were found in the cache."""
+        self._max_concurrent = max_concurrent
+        self._max_step_tokens = max_step_tokens
+
+    def plan(self) -> StepPlan:
+        """Plan the next step; pages are assigned and marked as filled."""
+        decoding = self._grow([request for request in self.running if request.remaining == 1])
+        budget = self._max_step_tokens - len(decoding)
+        chunks: list[Chunk] = []
+        for request in self.running:
+            if budget > 0 and request.remaining > 1:
+                budget -= self._extend(request, budget, chunks)
+        copies: list[PageCopy] = []
+        self._admit(budget, decoding, chunks, copies)
+        return StepPlan(decoding, chunks, copies)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Note that the forward pass of ``plan`` has computed its tokens."""
+        for chunk in plan.all_chunks:
+            request = chunk.request
+            first = request.computed // PAGE_TOKENS
+            request.computed += chunk.count
+            for number in range(first, -(-request.computed // PAGE_TOKENS)):
+                page = request.pages[number]
+                page.computed = min(PAGE_TOKENS, request.computed - number * PAGE_TOKENS)
+                whole = page.computed == PAGE_TOKENS
+                if whole and (number + 1) * PAGE_TOKENS > request.prompt_length:
+                    self._list(request, number)
+
+    def finish(self, request: PendingCompletion, *, keep: bool = True) -> None:
+        """Remove a request; keep its pages for others, if ``keep`` is set.
+
+        A request that waits is left where it is: it is skipped when its turn comes.
+        """
+        if request in self.running:
+            self.running.remove(request)
+        if keep and request.computed:
+            self._list(request, (request.computed - 1) // PAGE_TOKENS)
+        self._release(request, keep=keep)
+
+    def forget_prefixes(self) -> None:
+        """Share no page that exists by now; running requests keep theirs."""
+        self.pages.forget()
+
+    def recompute_all(self) -> None:
+        """Forget all keys and values; the running requests are computed again, first of all."""
+        self.waiting.extendleft(reversed(self.running))
+        for request in self.running:
+            self._release(request, keep=False)
+        self.running.clear()
+        self.pages.forget()
+
+    def _grow(self, decoding: list[PendingCompletion]) -> list[PendingCompletion]:
+        """Give each request room for its next token; the latest ones give up theirs if needed."""
+        grown = []
+        for request in decoding:
+            if not request.pages:
+                continue  # it gave up its pages for an earlier one
+            while request.computed == len(request.pages) * PAGE_TOKENS:
+                if self.pages.available:
+                    self._append(request, self.pages.allocate())
+                elif self._preempt() is request:
+                    break
+            else:
+                request.pages[request.computed // PAGE_TOKENS].filled = (
+                    request.computed % PAGE_TOKENS + 1
+                )
+                grown.append(request)
+        return [request for request in grown if request.pages]
+
+    def _preempt(self) -> PendingCompletion:
+        request = self.running.pop()
+        self._release(request, keep=True)
+        self.waiting.appendleft(request)
+        return request
+
+    def _extend(self, request: PendingCompletion, budget: int, chunks: list[Chunk]) -> int:
+        count = min(budget, request.remaining)
+        chunks.append(Chunk(request, count))
+        end = request.computed + count
+        for number in range(request.computed // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+            request.pages[number].filled = min(PAGE_TOKENS, end - number * PAGE_TOKENS)
+        return count
+
+    def _admit(
+        self,
+        budget: int,
+        decoding: list[PendingCompletion],
+        chunks: list[Chunk],
+        copies: list[PageCopy],
+    ) -> None:
+        """Start waiting requests, in order, while there is room.
+
+        A request that begins like one whose tokens are just being computed waits for them.
+        """
+        passed: list[PendingCompletion] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_concurrent:
+            if len(passed) == self._max_concurrent:
+                break
+            request = self.waiting.popleft()
+            if request.done.done():
+                continue
+            prefix = self.pages.find(request.tokens)
+            if prefix.pending:
+                passed.append(request)
+                continue
+            if not self._assign(request, prefix, copies):
+                passed.append(request)
+                break
+            self.running.append(request)
+            begun = all(page.computed == PAGE_TOKENS for page in prefix.pages)
+            if request.remaining == 1 and begun:
+                request.pages[request.computed // PAGE_TOKENS].filled = (
+                    request.computed % PAGE_TOKENS + 1
+                )
+                decoding.append(request)
+                budget -= 1
+            else:
+                budget -= self._extend(request, budget, chunks)
+        self.waiting.extendleft(reversed(passed))
+
+    def _assign(
+        self, request: PendingCompletion, prefix: Prefix, copies: list[PageCopy]
+    ) -> bool:
+        """Give a request pages for all its tokens; return whether there are enough."""
+        for page in prefix.pages:
+            self.pages.share(page)
+        if prefix.partial is not None:
+            self.pages.share(prefix.partial)
+        needed = -(-len(request.tokens) // PAGE_TOKENS) - len(prefix.pages)
+        spare = 1 if self.running else 0  # for the next tokens of those that run
+        if self.pages.available < needed + spare:
+            self.pages.release(prefix.pages)
+            if prefix.partial is not None:
+                self.pages.release([prefix.partial])
+            return False
+        request.epoch = self.pages.epoch
+        for page in prefix.pages:
+            self._append(request, page)
+        for _ in range(needed):
+            self._append(request, self.pages.allocate())
+            self._list(request, len(request.pages) - 1)
+        request.computed = len(prefix.pages) * PAGE_TOKENS
+        if prefix.partial is not None:
+            target = request.pages[len(prefix.pages)]
+            copies.append(PageCopy(prefix.partial, target, prefix.tokens))
+            target.filled = target.computed = prefix.tokens
+            request.computed += prefix.tokens
+            self.pages.release([prefix.partial])
+        self.reused_tokens += request.computed
+        return True
+
+    def _append(self, request: PendingCompletion, page: Page) -> None:
+        request.pages.append(page)
+        request.places.append(page)
+
+    def _list(self, request: PendingCompletion, number: int) -> None:
+        """Make one of a request's pages findable by the tokens that it has by now.
+
+        After an update that kept the cache, its keys and values belong to no single version.
+        """
+        if request.epoch != self.pages.epoch:
+            return
+        parent = request.places[number - 1] if number else None
+        start = number * PAGE_TOKENS
+        known = len(request.tokens) if request.computed <= start else None
+        end = min(start + PAGE_TOKENS, known or request.computed)
+        tokens: Sequence[int] = request.tokens[start:end]
+        request.places[number] = self.pages.list_under(parent, request.pages[number], tokens)
+
+    def _release(self, request: PendingCompletion, *, keep: bool) -> None:
+        self.pages.release(request.pages, keep=keep)
+        request.pages, request.places, request.computed = [], [], 0

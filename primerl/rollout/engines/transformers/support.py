@@ -1,0 +1,65 @@
+"""Which models the embedded engine can serve."""
+
+from typing import Any
+
+from torch import nn
+
+# Kinds of layers that the engine serves; transformers 5.17 has another name for the last.
+SERVED_LAYERS = frozenset(
+    {
+        "full_attention",
+        "sliding_attention",
+        "attention",
+        "mlp",
+        "moe",
+        "indexed_attention",
+        "deepseek_sparse_attention",
+    }
+)
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise a ValueError for a model that this engine can't serve; the message says why."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model; expected a causal language model"
+        )
+    if reason := _reason(model, config):
+        raise ValueError(f"{config.model_type} {reason}; serve this model with vLLM")
+
+
+def _reason(model: nn.Module, config: Any) -> str | None:
+    text = config.get_text_config(decoder=True)
+    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
+    kinds = {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
+    if unknown := sorted(kinds - SERVED_LAYERS):
+        return f"has {', '.join(unknown)} layers, which this engine does not support"
+    if getattr(model, "_is_stateful", False):
+        return "has recurrent layers, which this engine does not support"
+    if config.is_encoder_decoder:
+        return "is an encoder with a decoder, which this engine does not support"
+    can_switch = getattr(model, "_can_set_attn_implementation", None)
+    if can_switch is not None and not can_switch():
+        return "has its own attention implementation, which this engine can't replace"
+    return None
+
+
+def rope_limit(model: Any) -> int | None:
+    """Return the number of positions that the model is served with; None if there is no limit.
+
+    If rotary embeddings depend on the longest request of a batch, requests must stay below the
+    length at which they begin to.
+    """
+    text = model.config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    # If layers of different types rotate differently, there is one nested dictionary per type.
+    each = [rope, *(nested for nested in rope.values() if isinstance(nested, dict))]
+    limits = [
+        one.get("original_max_position_embeddings") or positions
+        for one in each
+        if one.get("rope_type") in ("dynamic", "longrope")
+    ]
+    known = [int(limit) for limit in [positions, *limits] if limit is not None]
+    return min(known, default=None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Literal
 
+from primerl._common.openmp import release_threads
 from primerl._common.progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
@@ -403,6 +404,7 @@ class Worker:
         """Return the future's result; raise if the event loop that should set it is blocked."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         progress: Future[Any] | None = None
+        release_threads()  # an engine in this process computes meanwhile
         try:
             while not wait([future], max(0.0, min(1.0, deadline - time.monotonic()))).done:
                 silent = time.monotonic() - self._host.last_heartbeat

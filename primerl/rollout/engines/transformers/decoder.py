@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from primerl._common.openmp import release_threads
 from primerl.rollout.engines.transformers.kv_cache import DecodingBatch, PagedCache
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.paged_attention import (
@@ -134,6 +135,8 @@ class Decoder:
         while True:
             with self._changed:
                 idle = not (scheduler.running or scheduler.waiting)
+                if idle:
+                    release_threads()
                 self._changed.wait_for(
                     lambda: (
                         not idle or self._closed or self._inbox or self._updates or self._cancelled
@@ -222,7 +225,7 @@ class Decoder:
         positions += [0] * missing
         wanted = [last[index] for index in ends] or [0]
         wanted += wanted[-1:] * max(0, LEAST_ROWS - len(wanted))
-        with torch.no_grad(), attending(step):
+        with torch.inference_mode(), attending(step):
             output = self._model(
                 input_ids=self._tensor([tokens]),
                 position_ids=self._tensor([positions]),

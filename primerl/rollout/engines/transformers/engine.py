@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from primerl._common.openmp import release_threads
 from primerl._common.optional import require
 from primerl.rollout.engines.protocol import RouteStore, is_instant
 from primerl.rollout.engines.transformers.decoder import Decoder, find_shapes
@@ -230,6 +231,7 @@ class TransformersEngine:
             routes=RequestRoutes() if recorded else None,
         )
         decoder.submit(request)
+        release_threads()  # this thread may have computed before; now it waits
         finish_reason = await asyncio.wrap_future(request.done)
         return Completion(
             token_ids=request.tokens[request.prompt_length :],

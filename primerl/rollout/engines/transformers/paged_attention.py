@@ -82,18 +82,19 @@ class AttentionStep:
         new = torch.cat([key[0], value[0]], dim=-1)
         used = len(self.slots)
         self.cache.layers[layer].index_copy_(1, self.slots, new[:, :used])
-        attended = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+        parts = []
         start = 0
         for rows in self.rows:
-            end = start + len(rows.requests)
-            part = slice(start, end)
-            attended[part] = self._decode(layer, rows, q[:, :, part], new[:, part], size, scoring)
-            start = end
+            part = slice(start, start + len(rows.requests))
+            parts.append(self._decode(layer, rows, q[:, :, part], new[:, part], size, scoring))
+            start = part.stop
         for chunk in self.chunks:
-            end = start + chunk.count
-            part = slice(start, end)
-            attended[part] = self._prefill(layer, chunk, q[:, :, part], size, scoring)
-            start = end
+            part = slice(start, start + chunk.count)
+            parts.append(self._prefill(layer, chunk, q[:, :, part], size, scoring))
+            start = part.stop
+        if start < query.shape[2]:
+            parts.append(query.new_zeros(query.shape[2] - start, query.shape[1], value.shape[3]))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return attended.unsqueeze(0)
 
     def _decode(
@@ -107,13 +108,13 @@ class AttentionStep:
     ) -> Float[Tensor, "n heads dv"]:
         """Attend from the newest token of each row."""
         count = len(rows.requests)
-        positions = self._positions(rows)
         stored = rows.layers[layer]
-        stored[self._arange(count), :, positions] = new.transpose(0, 1)
+        index = self._row_index(rows, len(new))
+        stored.view(-1, new.shape[2]).index_copy_(0, index, new.reshape(-1, new.shape[2]))
         longest = max(request.computed for request in rows.requests) + 1
         longest = min(rows.room, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
         seen = stored[:count, :, :longest]
-        mask = self._decoding_mask(rows, positions, longest, scoring.window)
+        mask = self._decoding_mask(rows, longest, scoring.window)
         attended = weigh(
             q.permute(2, 0, 1, 3),
             seen[..., :size],
@@ -156,24 +157,30 @@ class AttentionStep:
             parts.append(part.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).flatten(1, 2))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _arange(self, count: int) -> Tensor:
-        key = ("arange", count)
-        if key not in self._masks:
-            self._masks[key] = torch.arange(count, device=self.slots.device)
-        return self._masks[key]
-
-    def _positions(self, rows: DecodingRows) -> Tensor:
+    def _positions(self, rows: DecodingRows) -> Int[Tensor, " n"]:
         key = (rows, "positions")
         if key not in self._masks:
             positions = [request.computed for request in rows.requests]
             self._masks[key] = torch.tensor(positions, device=self.slots.device)
         return self._masks[key]
 
+    def _row_index(self, rows: DecodingRows, kv_heads: int) -> Int[Tensor, " kv_heads*n"]:
+        """Return where the newest token of each head and row belongs, in rows laid end to end."""
+        key = (rows, "index", kv_heads)
+        if key not in self._masks:
+            positions = self._positions(rows)
+            row = torch.arange(len(positions), device=positions.device)
+            head = torch.arange(kv_heads, device=positions.device).unsqueeze(1)
+            index = (row * kv_heads + head) * rows.room + positions
+            self._masks[key] = index.flatten()
+        return self._masks[key]
+
     def _decoding_mask(
-        self, rows: DecodingRows, positions: Tensor, longest: int, window: int | None
+        self, rows: DecodingRows, longest: int, window: int | None
     ) -> Float[Tensor, "n 1 1 s"]:
         key = (rows, window)
         if key not in self._masks:
+            positions = self._positions(rows)
             mask = _mask(positions.unsqueeze(1), longest, window)
             self._masks[key] = mask.view(len(positions), 1, 1, longest)
         return self._masks[key]

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import random
 
-import pytest
 import torch
 
 from primerl import testing
@@ -34,6 +33,15 @@ async def generate_all(engine, requests):
     return await asyncio.gather(*(engine.generate(p, params) for p, params in requests))
 
 
-def require_pause(engine):
-    if not engine._batcher.can_pause:
-        pytest.skip("this transformers cannot pause; updates wait until requests have ended")
+def in_flight(engine):
+    """Return the requests that the embedded engine is decoding."""
+    return list(engine._decoder._scheduler.running)
+
+
+def most_sampled(engine):
+    """Return the number of tokens of the longest completion in flight."""
+    return max((len(request.logprobs) for request in in_flight(engine)), default=0)
+
+
+def pages_in_use(engine):
+    return engine._decoder._scheduler.pages.used

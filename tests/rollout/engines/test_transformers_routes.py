@@ -1,8 +1,8 @@
 """Routes that the engine in this process records, against a plain forward pass of each version."""
 
 import asyncio
+import random
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import make_sample
 from recording_store import RecordingStore
-from served_models import generate_all, perturbed, prompts, require_pause, wide_model
+from served_models import generate_all, in_flight, most_sampled, perturbed, prompts, wide_model
 
 from primerl import replay, rollout, weights
 from primerl.rollout.engines.contract import check_routes
@@ -47,7 +47,6 @@ def test_routes_of_requests_that_are_batched_together():
     params = [SamplingParams(max_tokens=3 + n % 5) for n in range(12)]
     with engine_with_routes(model, store) as engine:
         completions = asyncio.run(generate_all(engine, list(zip(asked, params, strict=True))))
-        assert engine._recorder._recordings == {}
 
     for prompt, completion in zip(asked, completions, strict=True):
         (reference,) = completion.routes
@@ -84,7 +83,7 @@ def test_a_store_is_called_in_a_thread_unless_that_would_take_longer(instant):
     with engine_with_routes(wide_model(), store) as engine:
         asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
-    assert store.threads[0].startswith("primerl-engine" if instant == 3 else "asyncio")
+    assert store.threads[0].startswith("MainThread" if instant == 3 else "asyncio")
 
 
 @pytest.mark.parametrize("instant", [2, 3])
@@ -130,7 +129,6 @@ def test_greedy_completions_have_no_routes():
     with engine_with_routes(wide_model(), store) as engine:
         greedy = SamplingParams(max_tokens=3, temperature=0)
         (completion,) = asyncio.run(generate_all(engine, [([5, 9], greedy)]))
-        assert engine._recorder._recordings == {}
     assert completion.routes == ()
     assert store.puts == []
 
@@ -148,16 +146,14 @@ def test_what_was_recorded_first_wins_when_weights_change_in_mid_completion():
             asyncio.create_task(engine.generate(prompt, SamplingParams(max_tokens=40)))
             for prompt in asked
         ]
-        await asyncio.sleep(0.01)  # let them be submitted
         for version, model in enumerate(models[1:], start=1):
-            while max(len(r.token_ids) for r in engine._batcher.requests.values()) < 10 * version:
+            while most_sampled(engine) < 10 * version:
                 await asyncio.sleep(0.001)
             transport = weights.SharedMemory(model, engine)
             await asyncio.to_thread(transport.publish, version)
         return list(zip(asked, await asyncio.gather(*tasks), strict=True))
 
     with engine_with_routes(models[0], store) as engine:
-        require_pause(engine)
         answers = asyncio.run(main(engine))
 
     seen = set()
@@ -176,7 +172,7 @@ def test_a_request_that_is_cancelled_leaves_no_routes():
 
     async def main(engine):
         task = asyncio.create_task(engine.generate([3, 4], SamplingParams(max_tokens=100)))
-        while not engine._recorder._recordings:
+        while not most_sampled(engine):
             assert not task.done()
             await asyncio.sleep(0.001)
         task.cancel()
@@ -185,13 +181,27 @@ def test_a_request_that_is_cancelled_leaves_no_routes():
 
     with engine_with_routes(wide_model(), store) as engine:
         completion = asyncio.run(main(engine))
-        deadline = time.monotonic() + 30
-        # The engine's own loop forgets the request that was cancelled.
-        while engine._recorder._recordings:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert in_flight(engine) == []
     assert completion.routes == ("fake:0",)
     assert len(store.puts) == 1
+
+
+def test_routes_of_tokens_that_another_request_computed():
+    """A group shares its prompt, and a later turn shares the first one's tokens."""
+    model, store = wide_model(), RecordingStore()
+    rng = random.Random(3)
+    prompt = [rng.randrange(2, 64) for _ in range(45)]
+    params = SamplingParams(max_tokens=10)
+    with engine_with_routes(model, store) as engine:
+        group = asyncio.run(generate_all(engine, [(prompt, params)] * 4))
+        turn = [*prompt, *group[0].token_ids.tolist(), 7, 8]
+        (last,) = asyncio.run(generate_all(engine, [(turn, params)]))
+        reused = engine.metrics()["this process"]["vllm:prefix_cache_hits_total"]
+
+    assert reused == 3 * 44 + 54
+    for asked, completion in [*((prompt, one) for one in group), (turn, last)]:
+        put = store.puts[int(completion.routes[0].removeprefix("fake:"))]
+        check_rows([model], asked, completion, put)
 
 
 def test_what_the_store_refuses_fails_the_request():

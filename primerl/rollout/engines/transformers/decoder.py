@@ -131,6 +131,21 @@ class Decoder:
                 self._changed.notify()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # a fault of this module: nobody may wait for ever
+            log.exception("the embedded engine's loop ended")
+            with self._changed:
+                self._closed = True
+                self._scheduler.waiting.extend(self._inbox)
+                updates = list(self._updates)
+            reason = f"the engine's loop ended: {error}"
+            for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                _fail(request.done, reason, error)
+            for _, _, done in updates:
+                _fail(done, reason, error)
+
+    def _serve(self) -> None:
         scheduler = self._scheduler
         while True:
             with self._changed:
@@ -202,7 +217,8 @@ class Decoder:
         decoding = [Chunk(request, 1) for group in rows for request in group.requests]
         chunks = decoding + plan.chunks
         ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        logits = self._forward(chunks, AttentionStep(self._cache, self._slots(chunks), rows, plan.chunks), ends)
+        step = AttentionStep(self._cache, self._slots(chunks), rows, plan.chunks)
+        logits = self._forward(chunks, step, ends)
         if self._routes is not None:
             self._record(plan, chunks, self._routes)
         self._scheduler.advance(plan)
@@ -307,6 +323,7 @@ class Decoder:
 
     def _fail_all(self, reason: str) -> None:
         self._fail([*self._scheduler.running, *self._scheduler.waiting], reason)
+        self._scheduler.waiting.clear()
         self._scheduler.recompute_all()
         self._batch.clear()
 
@@ -322,7 +339,7 @@ class Decoder:
 
 
 def _fail(done: "Future[Any]", reason: str, cause: BaseException | None = None) -> None:
-    if done.set_running_or_notify_cancel():
+    if not done.done() and done.set_running_or_notify_cancel():
         error = RuntimeError(reason)
         error.__cause__ = cause
         done.set_exception(error)

@@ -10,7 +10,8 @@ keys are taken in blocks that begin at the request's first token.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,8 +25,10 @@ from primerl._common.optional import require
 from primerl.rollout.engines.transformers.kv_cache import DecodingRows, LayerShape, PagedCache
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS
 from primerl.rollout.engines.transformers.scheduler import Chunk
+from primerl.rollout.engines.transformers.sparse_keys import PagedIndexer
 
 PAGED_ATTENTION = "primerl_paged"
+SPARSE_ATTENTION = "primerl_paged_sparse"
 # Below this number of rows, the matrix products of CPU libraries round differently.
 LEAST_ROWS = 4
 # The number of keys whose weighted values are summed in one product.
@@ -33,8 +36,14 @@ KEY_BLOCK = 512
 # The largest number of scores that are held in memory at a time.
 MAX_SCORES = 2**25
 
+# The dtype of a mask that only holds the size of the window.
+_WINDOW_DTYPE = torch.int32
 # The arguments of attention that don't change what it computes here.
 _IGNORED = frozenset({"position_ids", "dropout", "logits_to_keep", "output_attentions"})
+
+
+IndexedRequest = tuple[int, int, int, Callable[[], Tensor]]
+"""A request's first row in the batch, its tokens before, its tokens in this step, and its keys."""
 
 
 @attrs.define(eq=False)
@@ -76,26 +85,57 @@ class AttentionStep:
         chosen: Int[Tensor, "1 t k"] | None,
     ) -> Float[Tensor, "1 t heads dv"]:
         """Store the keys and values, and attend to them and to earlier ones."""
-        layer, self.calls = self.calls, self.calls + 1
         kv_heads, size = key.shape[1], key.shape[3]
         q = query[0].unflatten(0, (kv_heads, -1))  # [kv_heads, group, t, d]
         new = torch.cat([key[0], value[0]], dim=-1)
-        used = len(self.slots)
-        self.cache.layers[layer].index_copy_(1, self.slots, new[:, :used])
+        layer = self._store(new)
+        picked = None if chosen is None or chosen.shape[2] == 0 else chosen[0].long()
         parts = []
         start = 0
         for rows in self.rows:
             part = slice(start, start + len(rows.requests))
-            parts.append(self._decode(layer, rows, q[:, :, part], new[:, part], size, scoring))
+            mask = None if picked is None else picked[part]
+            inputs = (q[:, :, part], new[:, part], mask)
+            parts.append(self._decode(layer, rows, *inputs, size, scoring))
             start = part.stop
         for chunk in self.chunks:
             part = slice(start, start + chunk.count)
-            parts.append(self._prefill(layer, chunk, q[:, :, part], size, scoring))
+            mask = None if picked is None else picked[part]
+            parts.append(self._prefill(layer, chunk, q[:, :, part], mask, size, scoring))
             start = part.stop
         if start < query.shape[2]:
             parts.append(query.new_zeros(query.shape[2] - start, query.shape[1], value.shape[3]))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return attended.unsqueeze(0)
+        return attended.unsqueeze(0).contiguous()
+
+    def store_index_keys(self, keys: Float[Tensor, "1 1 t d"]) -> list[IndexedRequest]:
+        """Store an indexer's keys; return where each request's tokens and keys are."""
+        layer = self._store(keys[0])
+        requests = [Chunk(request, 1) for rows in self.rows for request in rows.requests]
+        found, start = [], 0
+        for chunk in requests + self.chunks:
+            gather = functools.partial(self._index_keys, layer, chunk)
+            found.append((start, chunk.request.computed, chunk.count, gather))
+            start += chunk.count
+        return found
+
+    def _store(self, new: Float[Tensor, "kv_heads t width"]) -> int:
+        """Store the keys and values of the next layer; return the layer's number."""
+        layer, self.calls = self.calls, self.calls + 1
+        self.cache.layers[layer].index_copy_(1, self.slots, new[:, : len(self.slots)])
+        return layer
+
+    def _index_keys(self, layer: int, chunk: Chunk) -> Float[Tensor, "s d"]:
+        return self.cache.gather(layer, self._pages(chunk))[0, 0]
+
+    def _pages(self, chunk: Chunk) -> Int[Tensor, "1 pages"]:
+        """Return the pages that a request's tokens have after this step."""
+        key = (chunk.request, "pages")
+        if key not in self._masks:
+            count = -(-(chunk.request.computed + chunk.count) // PAGE_TOKENS)
+            indices = [page.index for page in chunk.request.pages[:count]]
+            self._masks[key] = torch.tensor([indices], device=self.slots.device)
+        return self._masks[key]
 
     def _decode(
         self,
@@ -103,6 +143,7 @@ class AttentionStep:
         rows: DecodingRows,
         q: Float[Tensor, "kv_heads group n d"],
         new: Float[Tensor, "kv_heads n width"],
+        chosen: Int[Tensor, "n k"] | None,
         size: int,
         scoring: Scoring,
     ) -> Float[Tensor, "n heads dv"]:
@@ -115,6 +156,8 @@ class AttentionStep:
         longest = min(rows.room, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
         seen = stored[:count, :, :longest]
         mask = self._decoding_mask(rows, longest, scoring.window)
+        if chosen is not None:
+            mask = mask + _mask_of_chosen(chosen, longest).view(count, 1, 1, longest)
         attended = weigh(
             q.permute(2, 0, 1, 3),
             seen[..., :size],
@@ -129,17 +172,12 @@ class AttentionStep:
         layer: int,
         chunk: Chunk,
         q: Float[Tensor, "kv_heads group t d"],
+        chosen: Int[Tensor, "t k"] | None,
         size: int,
         scoring: Scoring,
     ) -> Float[Tensor, "t heads dv"]:
         """Attend from a part of a prompt to the prompt so far."""
-        request, first = chunk.request, chunk.request.computed
-        pages = -(-(first + chunk.count) // PAGE_TOKENS)
-        key = (request, "pages")
-        if key not in self._masks:
-            indices = [page.index for page in request.pages[:pages]]
-            self._masks[key] = torch.tensor([indices], device=q.device)
-        seen = self.cache.gather(layer, self._masks[key])
+        seen = self.cache.gather(layer, self._pages(chunk))
         kv_heads, group, count, _ = q.shape
         at_once = max(1, MAX_SCORES // (kv_heads * group * seen.shape[2]))
         parts = []
@@ -147,6 +185,8 @@ class AttentionStep:
             queries = q[:, :, start : start + at_once]
             rows = queries.shape[2]
             mask = self._prompt_mask(chunk, start, rows, seen.shape[2], scoring.window)
+            if chosen is not None:
+                mask = mask + _mask_of_chosen(chosen[start : start + rows], seen.shape[2])
             part = weigh(
                 queries.flatten(1, 2).unsqueeze(0),
                 seen[..., :size],
@@ -205,6 +245,14 @@ def _mask(positions: Int[Tensor, "t 1"], seen: int, window: int | None) -> Float
     return torch.zeros(visible.shape, device=positions.device).masked_fill_(
         ~visible, float("-inf")
     )
+
+
+def _mask_of_chosen(chosen: Int[Tensor, "t k"], seen: int) -> Float[Tensor, "t s"]:
+    """Return 0 at the chosen keys, or everywhere in rows of -1, else minus infinity."""
+    hidden = torch.ones(len(chosen), seen, dtype=torch.bool, device=chosen.device)
+    hidden.scatter_(1, chosen.clamp(min=0), False)
+    hidden &= chosen[:, :1] >= 0
+    return torch.zeros(hidden.shape, device=chosen.device).masked_fill_(hidden, float("-inf"))
 
 
 def weigh(
@@ -268,17 +316,31 @@ def switch_to_pages(model: nn.Module) -> None:
         ValueError: the model's attention can't be switched.
     """
     transformers = require("transformers", extra="transformers")
-    transformers.AttentionInterface.register(PAGED_ATTENTION, _paged_attention)
-    transformers.AttentionMaskInterface.register(PAGED_ATTENTION, _window_as_mask)
-    model.set_attn_implementation(PAGED_ATTENTION)  # type: ignore[operator]
+    sparse = False
+    for module in list(model.modules()):
+        indexer = getattr(module, "indexer", None)
+        if isinstance(indexer, nn.Module):
+            # The trainer's forward pass may have wrapped it before.
+            (indexer,) = getattr(indexer, "wrapped", (indexer,))
+            module.set_submodule("indexer", PagedIndexer(indexer, _STEP.get))
+            sparse = True
+    name = SPARSE_ATTENTION if sparse else PAGED_ATTENTION
+    transformers.AttentionInterface.register(name, _paged_attention)
+    transformers.AttentionMaskInterface.register(name, _no_mask if sparse else _window_as_mask)
+    model.set_attn_implementation(name)  # type: ignore[operator]
     config: Any = model.config
-    if config._attn_implementation != PAGED_ATTENTION:
+    if config._attn_implementation != name:
         raise ValueError(f"{config.model_type} has its own attention implementation")
 
 
 def _window_as_mask(*_: Any, local_size: int | None = None, **_others: Any) -> Tensor | None:
     """Entry of ``AttentionMaskInterface``: tell attention the window, if there is one."""
-    return None if local_size is None else torch.full((1, 1, 1, 1), local_size, dtype=torch.int32)
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size, dtype=_WINDOW_DTYPE)
+
+
+def _no_mask(*_: Any, **_others: Any) -> Tensor:
+    """Entry of ``AttentionMaskInterface`` for layers that require a mask; nothing reads it."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 def _paged_attention(
@@ -302,8 +364,10 @@ def _paged_attention(
             "this model is served by TransformersEngine, and can't be called by others; "
             "model.set_attn_implementation('sdpa') switches it back"
         )
-    _refuse_other_attention(module, asked)
-    window = sliding_window if attention_mask is None else int(attention_mask.flatten()[0])
+    _refuse_other_attention(module, attention_mask, asked)
+    window = sliding_window
+    if attention_mask is not None and attention_mask.dtype == _WINDOW_DTYPE:
+        window = int(attention_mask.flatten()[0])
     scoring = Scoring(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window,
@@ -313,7 +377,14 @@ def _paged_attention(
     return step.attend(query, key, value, scoring, indices), None
 
 
-def _refuse_other_attention(module: nn.Module, asked: dict[str, Any]) -> None:
+def _refuse_other_attention(
+    module: nn.Module, mask: Tensor | None, asked: dict[str, Any]
+) -> None:
+    if mask is not None and mask.dtype not in (_WINDOW_DTYPE, torch.bool):
+        raise ValueError(
+            f"{type(module).__name__} makes a mask of its own, which this engine does not support; "
+            "serve the model with vLLM"
+        )
     causal = asked.get("is_causal", getattr(module, "is_causal", True))
     if causal is False:
         raise ValueError(f"{type(module).__name__} attends to later tokens too")
@@ -330,6 +401,11 @@ class ShapeProbe:
     """In place of an ``AttentionStep``: finds the shape of each layer's keys and values."""
 
     shapes: list[LayerShape] = attrs.Factory(list)
+
+    def store_index_keys(self, keys: Tensor) -> list[IndexedRequest]:
+        """Note the shape of an indexer's keys."""
+        self.shapes.append(LayerShape.of(keys, keys[..., :0]))
+        return []
 
     def attend(
         self,

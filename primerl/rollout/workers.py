@@ -214,10 +214,12 @@ def _check(plan: CollectionSettings, engine: Engine, tasks: Any, isolation: str)
             f"max_tokens={params.max_tokens} leaves no room for a prompt in the engine's context "
             f"of {engine.context_length} tokens"
         )
-    if params.temperature == 0 or params.top_p < 1 or params.top_k != -1:
+    limited = params.top_p < 1 or params.top_k != -1 or params.min_p > 0
+    if params.temperature == 0 or limited:
         raise ValueError(
-            f"temperature={params.temperature}, top_p={params.top_p}, top_k={params.top_k}: "
-            "training needs temperature > 0 and the full distribution (top_p=1, top_k=-1); "
+            f"temperature={params.temperature}, top_p={params.top_p}, top_k={params.top_k}, "
+            f"min_p={params.min_p}: training needs temperature > 0 and the full distribution "
+            "(top_p=1, top_k=-1, min_p=0); "
             "otherwise the trained logprobs are not those of the sampled distribution"
         )
     if hasattr(tasks, "__len__") and len(tasks) == 0:

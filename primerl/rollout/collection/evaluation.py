@@ -9,7 +9,14 @@ from functools import partial
 from typing import Any
 
 from primerl._common.progress import report
-from primerl.rollout.collection.groups import CANCEL_S, Deadline, finish_by, results_of, run_rollout
+from primerl.rollout.collection.groups import (
+    CANCEL_S,
+    Deadline,
+    Progress,
+    finish_by,
+    results_of,
+    run_rollout,
+)
 from primerl.rollout.engines.health import EngineFailed, EngineHealth
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
@@ -178,11 +185,12 @@ async def evaluate_once(
     """
     began = time.monotonic()
     rollout = error = message = None
+    progress = Progress(name=f"evaluation-{engine.version}-{index}")
+    played = run_rollout(
+        environment, task, engine, params, retries=retries, progress=progress, health=health
+    )
     try:
-        rollout = await finish_by(
-            Deadline(timeout_s, health),
-            run_rollout(environment, task, engine, params, retries=retries, health=health),
-        )
+        rollout = await finish_by(Deadline(timeout_s, health), played)
     except EngineFailed:
         raise
     except Exception as failure:  # an environment's error is a result, too

@@ -32,6 +32,8 @@ T = TypeVar("T")
 class Progress:
     """The progress of a group in flight, with its failures so far."""
 
+    name: str = ""
+    """What the sessions of its rollouts are named after."""
     oldest: dict[int, PolicyVersion] = attrs.Factory(dict)
     """For each rollout that has sampled: the oldest version that may have sampled its tokens."""
     tokens: int = 0
@@ -70,7 +72,10 @@ class Progress:
         def sampled(tokens: int) -> None:
             self.tokens += tokens
 
-        self.attempts[index] = ObservedEngine(engine, begin=begin, sampled=sampled, health=health)
+        name = f"{self.name}.{index}" if self.name else ""
+        self.attempts[index] = ObservedEngine(
+            engine, begin=begin, sampled=sampled, health=health, name=name
+        )
         return self.attempts[index]
 
 

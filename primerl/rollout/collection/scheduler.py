@@ -105,7 +105,7 @@ class GroupScheduler:
             while True:
                 while self.error is None and (task := self._next_task()) is not None:
                     self._buffer.start()
-                    progress = Progress()
+                    progress = Progress(name=f"group-{self._buffer.started}")
                     group = asyncio.create_task(self._run_group(task, progress))
                     self._in_flight[group] = (task, progress)
                     await asyncio.sleep(0)  # starting hundreds at once would block the event loop

@@ -130,6 +130,8 @@ class ChatEndpoint:
         beyond_openai: dict[str, Any] = {}
         if params.top_k != -1:
             beyond_openai["top_k"] = params.top_k
+        if params.min_p > 0:
+            beyond_openai["min_p"] = params.min_p
         if params.stop_token_ids:
             beyond_openai["stop_token_ids"] = list(params.stop_token_ids)
         request = self._request(

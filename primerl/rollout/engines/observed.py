@@ -37,6 +37,9 @@ class ObservedEngine:
     """Called with the number of tokens of each completion."""
     _health: EngineHealth | None
     """The engine's health, shared by its users; without it, the engine's failures are raised."""
+    _name: str = ""
+    """What sessions are named after, instead of the environment's random names, so that a repeated
+    run names them alike; empty if that does not matter."""
     given_up: EngineFailed | None = attrs.field(default=None, init=False)
     """The error of a request that was given up."""
     bad: BadCompletion | None = attrs.field(default=None, init=False)
@@ -45,6 +48,7 @@ class ObservedEngine:
     """The engine's last error, if it has answered no request of the attempt since."""
     _open: list[_PendingRequest] = attrs.field(factory=list, init=False)
     _answered: bool = attrs.field(default=False, init=False)
+    _sessions: dict[str, str] = attrs.field(factory=dict, init=False)
 
     @property
     def version(self) -> PolicyVersion:
@@ -72,6 +76,8 @@ class ObservedEngine:
             BadCompletion: the completion breaks the contract.
         """
         served = self._engine.version
+        if session is not None and self._name:
+            session = self._sessions.setdefault(session, f"{self._name}.{len(self._sessions)}")
         try:
             completion: Completion = await self._ask(
                 lambda: self._engine.generate(prompt_ids, params, session=session)

@@ -40,6 +40,8 @@ def generate_body(
         "ignore_eos": True,
         "detokenize": False,
     }
+    if params.min_p > 0:
+        sampling["min_p"] = params.min_p
     if params.seed is not None:
         sampling["seed"] = params.seed
     if routes_start is not None:

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from primerl._common.openmp import release_threads
 from primerl.rollout.engines.transformers.kv_cache import DecodingBatch, PagedCache
-from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.paged_attention import (
     LEAST_ROWS,
     AttentionStep,
     ShapeProbe,
     attending,
 )
+from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.routing import BatchRoutes, write_routes
 from primerl.rollout.engines.transformers.sampling import sample_tokens, uniform
 from primerl.rollout.engines.transformers.scheduler import (
+    BatchedRequest,
     Chunk,
-    PendingCompletion,
+    NextStep,
     Scheduler,
-    StepPlan,
 )
 from primerl.types import PolicyVersion
 
@@ -72,9 +72,9 @@ class Decoder:
         self._routes = routes
         self._failure = ""
         """Why the weights can't be used: a failed update may have changed some of them."""
-        self._inbox: deque[PendingCompletion] = deque()
+        self._inbox: deque[BatchedRequest] = deque()
         self._updates: deque[tuple[Callable[[], None], PolicyVersion, Future[None]]] = deque()
-        self._cancelled: deque[PendingCompletion] = deque()
+        self._cancelled: deque[BatchedRequest] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="primerl-engine", daemon=True)
@@ -83,7 +83,7 @@ class Decoder:
         """Start the loop."""
         self._thread.start()
 
-    def submit(self, request: PendingCompletion) -> None:
+    def submit(self, request: BatchedRequest) -> None:
         """Add a request; cancelling its ``done`` removes it.
 
         Raises:
@@ -124,7 +124,7 @@ class Decoder:
             "vllm:prefix_cache_hits_total": float(scheduler.reused_tokens),
         }
 
-    def _note_cancelled(self, request: PendingCompletion, done: "Future[str]") -> None:
+    def _note_cancelled(self, request: BatchedRequest, done: "Future[str]") -> None:
         if done.cancelled():
             with self._changed:
                 self._cancelled.append(request)
@@ -149,14 +149,9 @@ class Decoder:
         scheduler = self._scheduler
         while True:
             with self._changed:
-                idle = not (scheduler.running or scheduler.waiting)
-                if idle:
+                if not (scheduler.running or scheduler.waiting):
                     release_threads()
-                self._changed.wait_for(
-                    lambda: (
-                        not idle or self._closed or self._inbox or self._updates or self._cancelled
-                    )
-                )
+                    self._changed.wait_for(self._has_messages)
                 scheduler.waiting.extend(self._inbox)
                 self._inbox.clear()
                 cancelled, updates = list(self._cancelled), list(self._updates)
@@ -175,9 +170,10 @@ class Decoder:
         for _, _, done in updates:
             _fail(done, "the engine was closed")
 
-    def _load(
-        self, load: Callable[[], None], version: PolicyVersion, done: "Future[None]"
-    ) -> None:
+    def _has_messages(self) -> bool:
+        return bool(self._closed or self._inbox or self._updates or self._cancelled)
+
+    def _load(self, load: Callable[[], None], version: PolicyVersion, done: "Future[None]") -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
@@ -210,7 +206,7 @@ class Decoder:
             log.exception("the embedded engine's forward pass failed")
             self._fail([chunk.request for chunk in chunks], f"generation failed: {error}", error)
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _compute(self, plan: NextStep) -> None:
         """Process the tokens of ``plan``, and sample where a request's last token was processed."""
         self._cache.copy(plan.copies)
         rows = self._batch.arrange(plan.decoding)
@@ -253,7 +249,7 @@ class Decoder:
             logits = logits[self._tensor(wanted)]
         return logits
 
-    def _sample(self, logits: Tensor, requests: Sequence[PendingCompletion]) -> None:
+    def _sample(self, logits: Tensor, requests: Sequence[BatchedRequest]) -> None:
         padding = [requests[-1]] * (len(logits) - len(requests))
         uniforms = [
             uniform(request.randomness, len(request.tokens)) for request in [*requests, *padding]
@@ -268,7 +264,9 @@ class Decoder:
             if math.isnan(logprob):
                 at = len(request.tokens) - request.prompt_length
                 self._erase(request)
-                self._fail([request], f"generation failed: the logits of token {at} are not numbers")
+                self._fail(
+                    [request], f"generation failed: the logits of token {at} are not numbers"
+                )
                 continue
             request.tokens.append(token)
             request.logprobs.append(logprob)
@@ -279,15 +277,13 @@ class Decoder:
                 if request.done.set_running_or_notify_cancel():
                     request.done.set_result("stop" if stopped else "length")
 
-    def _record(self, plan: StepPlan, chunks: Sequence[Chunk], routes: BatchRoutes) -> None:
+    def _record(self, plan: NextStep, chunks: Sequence[Chunk], routes: BatchRoutes) -> None:
         """Store the experts of the step's tokens with the pages, and with the requests."""
         rows = routes.rows()
         for copy in plan.copies:
-            source = copy.source
-            assert source.routes is not None and source.versions is not None
-            write_routes(
-                copy.target, source.routes[: copy.tokens], 0, source.versions[: copy.tokens]
-            )
+            assert copy.source.routes is not None
+            experts, versions = copy.source.routes
+            write_routes(copy.target, experts[: copy.tokens], 0, versions[: copy.tokens])
         row = 0
         for chunk in chunks:
             position = chunk.request.computed
@@ -301,9 +297,7 @@ class Decoder:
                 row += count
         for chunk in chunks:
             if chunk.request.routes is not None:
-                chunk.request.routes.read(
-                    chunk.request.pages, chunk.request.computed + chunk.count
-                )
+                chunk.request.routes.read(chunk.request.pages, chunk.request.computed + chunk.count)
 
     def _slots(self, chunks: Sequence[Chunk]) -> Tensor:
         slots = [
@@ -316,7 +310,7 @@ class Decoder:
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device)
 
-    def _erase(self, request: PendingCompletion) -> None:
+    def _erase(self, request: BatchedRequest) -> None:
         """Erase what a request with broken numbers has written, which would spoil others."""
         self._cache.erase([page.index for page in request.pages if page.users == 1])
         self._batch.clear()
@@ -329,7 +323,7 @@ class Decoder:
 
     def _fail(
         self,
-        requests: Sequence[PendingCompletion],
+        requests: Sequence[BatchedRequest],
         reason: str,
         cause: BaseException | None = None,
     ) -> None:

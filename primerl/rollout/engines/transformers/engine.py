@@ -1,4 +1,4 @@
-"""An engine in this process, which decodes with a transformers model and takes weights in flight."""
+"""An engine in this process, which decodes with a transformers model."""
 
 import asyncio
 import copy
@@ -20,7 +20,7 @@ from primerl.rollout.engines.transformers.paged_attention import switch_to_pages
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture, RequestRoutes
 from primerl.rollout.engines.transformers.sampling import RequestKeys
-from primerl.rollout.engines.transformers.scheduler import PendingCompletion
+from primerl.rollout.engines.transformers.scheduler import BatchedRequest
 from primerl.rollout.engines.transformers.support import refuse_unsupported, rope_limit
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -208,7 +208,7 @@ class TransformersEngine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
-        session: str | None = None,  # noqa: ARG002  there is one server
+        session: str | None = None,
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
@@ -223,7 +223,7 @@ class TransformersEngine:
         self._check(prompt, params)
         decoder = self._running()
         recorded = self.routes is not None and params.temperature > 0
-        request = PendingCompletion(
+        request = BatchedRequest(
             tokens=prompt,
             prompt_length=len(prompt),
             params=params,
@@ -268,7 +268,7 @@ class TransformersEngine:
             future.cancel()
             raise RuntimeError(f"the weight update took longer than {timeout_s:.0f} s") from None
 
-    async def _put_routes(self, request: PendingCompletion) -> tuple[str, ...]:
+    async def _put_routes(self, request: BatchedRequest) -> tuple[str, ...]:
         """Store the routes of a completed request, if any are recorded; return references."""
         start, end = request.params.routes_start, len(request.tokens) - 1
         if self.routes is None or request.routes is None or start == end:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS
-from primerl.rollout.engines.transformers.scheduler import PageCopy, PendingCompletion
+from primerl.rollout.engines.transformers.scheduler import BatchedRequest, PageCopy
 
 # The smallest number of tokens that a row of decoding requests has room for.
 SMALLEST_ROW = 64
@@ -104,12 +104,12 @@ class DecodingRows:
 
     def __init__(self, cache: PagedCache, room: int) -> None:
         self.room = room
-        self.requests: list[PendingCompletion] = []
+        self.requests: list[BatchedRequest] = []
         self._cache = cache
         self.layers: list[Tensor] = []
         """For each layer ``[rows, heads, room, width]``."""
 
-    def keep(self, requests: set[PendingCompletion]) -> None:
+    def keep(self, requests: set[BatchedRequest]) -> None:
         """Remove the rows of all other requests; the last rows take their places."""
         kept = [row for row, request in enumerate(self.requests) if request in requests]
         count = len(kept)
@@ -123,7 +123,7 @@ class DecodingRows:
             self.requests[row] = self.requests[last]
         del self.requests[count:]
 
-    def add(self, requests: Sequence[PendingCompletion]) -> None:
+    def add(self, requests: Sequence[BatchedRequest]) -> None:
         """Add rows with the keys and values that the requests have in their pages."""
         first = len(self.requests)
         self.requests += requests
@@ -158,12 +158,12 @@ class DecodingBatch:
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._rows: dict[int, DecodingRows] = {}
-        self._room: dict[PendingCompletion, int] = {}
+        self._room: dict[BatchedRequest, int] = {}
 
-    def arrange(self, requests: Sequence[PendingCompletion]) -> list[DecodingRows]:
+    def arrange(self, requests: Sequence[BatchedRequest]) -> list[DecodingRows]:
         """Give each request a row with room for its next token; return the rows in use."""
-        new: dict[int, list[PendingCompletion]] = {}
-        wanted: dict[PendingCompletion, int] = {}
+        new: dict[int, list[BatchedRequest]] = {}
+        wanted: dict[BatchedRequest, int] = {}
         for request in requests:
             known = self._room.get(request, 0)
             room = known if request.computed < known else _room(request.computed + 1)

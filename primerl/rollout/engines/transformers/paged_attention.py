@@ -86,7 +86,7 @@ class AttentionStep:
     ) -> Float[Tensor, "1 t heads dv"]:
         """Store the keys and values, and attend to them and to earlier ones."""
         kv_heads, size = key.shape[1], key.shape[3]
-        q = query[0].unflatten(0, (kv_heads, -1))  # [kv_heads, group, t, d]
+        q = query.view(kv_heads, -1, *query.shape[2:])  # [kv_heads, group, t, d]
         new = torch.cat([key[0], value[0]], dim=-1)
         layer = self._store(new)
         picked = None if chosen is None or chosen.shape[2] == 0 else chosen[0].long()
@@ -112,7 +112,8 @@ class AttentionStep:
         """Store an indexer's keys; return where each request's tokens and keys are."""
         layer = self._store(keys[0])
         requests = [Chunk(request, 1) for rows in self.rows for request in rows.requests]
-        found, start = [], 0
+        found: list[IndexedRequest] = []
+        start = 0
         for chunk in requests + self.chunks:
             gather = functools.partial(self._index_keys, layer, chunk)
             found.append((start, chunk.request.computed, chunk.count, gather))
@@ -242,9 +243,7 @@ def _mask(positions: Int[Tensor, "t 1"], seen: int, window: int | None) -> Float
     visible = keys <= positions
     if window is not None:
         visible &= keys > positions - window
-    return torch.zeros(visible.shape, device=positions.device).masked_fill_(
-        ~visible, float("-inf")
-    )
+    return torch.zeros(visible.shape, device=positions.device).masked_fill_(~visible, float("-inf"))
 
 
 def _mask_of_chosen(chosen: Int[Tensor, "t k"], seen: int) -> Float[Tensor, "t s"]:
@@ -296,11 +295,11 @@ def _softmax(scores: Tensor, sinks: Tensor | None, rows: int) -> Tensor:
     return torch.cat([scores, each], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-_STEP: ContextVar[AttentionStep] = ContextVar("_STEP")
+_STEP: "ContextVar[AttentionStep | ShapeProbe]" = ContextVar("_STEP")
 
 
 @contextlib.contextmanager
-def attending(step: AttentionStep) -> Iterator[None]:
+def attending(step: "AttentionStep | ShapeProbe") -> Iterator[None]:
     """Use ``step`` in the forward passes of this context."""
     token = _STEP.set(step)
     try:
@@ -377,9 +376,7 @@ def _paged_attention(
     return step.attend(query, key, value, scoring, indices), None
 
 
-def _refuse_other_attention(
-    module: nn.Module, mask: Tensor | None, asked: dict[str, Any]
-) -> None:
+def _refuse_other_attention(module: nn.Module, mask: Tensor | None, asked: dict[str, Any]) -> None:
     if mask is not None and mask.dtype not in (_WINDOW_DTYPE, torch.bool):
         raise ValueError(
             f"{type(module).__name__} makes a mask of its own, which this engine does not support; "

@@ -36,10 +36,9 @@ class Page:
     computed: int = 0
     """How many tokens have keys and values, those of the coming forward pass not included."""
     users: int = 0
-    routes: np.ndarray | None = None
-    """The experts of each token, ``[PAGE_TOKENS, layers, k]``, if routes are recorded."""
-    versions: np.ndarray | None = None
-    """The version of the weights that computed each token, if routes are recorded."""
+    routes: tuple[np.ndarray, np.ndarray] | None = None
+    """If routes are recorded: each token's experts ``[PAGE_TOKENS, layers, k]``, and the version of
+    the weights that computed them."""
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +88,8 @@ class PageTable:
 
         The last token is always computed, because its logits are needed.
         """
-        place, pages = self._root, []
+        place = self._root
+        pages: list[Page] = []
         last = len(tokens) - 1
         for start in range(0, last, PAGE_TOKENS):
             page = place.children.get(tuple(tokens[start : start + PAGE_TOKENS]))
@@ -182,9 +182,9 @@ class PageTable:
         self._free.append(page.index)
 
     def _unlist(self, page: Page) -> None:
-        if page.parent is not None and page.key is not None:
-            if page.parent.children.get(page.key) is page:
-                del page.parent.children[page.key]
+        siblings = page.parent.children if page.parent is not None else {}
+        if page.key is not None and siblings.get(page.key) is page:
+            del siblings[page.key]
         page.parent, page.key = None, None
 
 

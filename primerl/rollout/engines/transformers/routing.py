@@ -41,11 +41,12 @@ class RequestRoutes:
         """Copy the routes of the tokens up to ``end`` that are not recorded yet from the pages."""
         while self._count < end:
             page = pages[self._count // PAGE_TOKENS]
-            assert page.routes is not None and page.versions is not None
+            assert page.routes is not None
+            experts, versions = page.routes
             first = self._count % PAGE_TOKENS
             rows = slice(first, min(PAGE_TOKENS, first + end - self._count))
-            self._parts.append(page.routes[rows].copy())
-            self._versions.append(page.versions[rows].copy())
+            self._parts.append(experts[rows].copy())
+            self._versions.append(versions[rows].copy())
             self._count += len(self._parts[-1])
 
     def between(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -86,8 +87,9 @@ def write_routes(
     page: Page, rows: np.ndarray, first: int, version: PolicyVersion | np.ndarray
 ) -> None:
     """Store the experts of some tokens of a page, beginning with its token ``first``."""
-    if page.routes is None or page.versions is None:
-        page.routes = np.zeros((PAGE_TOKENS, *rows.shape[1:]), rows.dtype)
-        page.versions = np.zeros(PAGE_TOKENS, np.int32)
-    page.routes[first : first + len(rows)] = rows
-    page.versions[first : first + len(rows)] = version
+    if page.routes is None:
+        experts = np.zeros((PAGE_TOKENS, *rows.shape[1:]), rows.dtype)
+        page.routes = (experts, np.zeros(PAGE_TOKENS, np.int32))
+    experts, versions = page.routes
+    experts[first : first + len(rows)] = rows
+    versions[first : first + len(rows)] = version

@@ -12,7 +12,7 @@ from primerl.types import SamplingParams
 
 
 @attrs.define(eq=False)
-class PendingCompletion:
+class BatchedRequest:
     """A request, its tokens so far, and its pages.
 
     Args:
@@ -52,7 +52,7 @@ class PendingCompletion:
 class Chunk:
     """The next ``count`` tokens of a request, to be processed in one forward pass."""
 
-    request: PendingCompletion
+    request: BatchedRequest
     count: int
 
     @property
@@ -71,7 +71,7 @@ class PageCopy:
 
 
 @attrs.frozen(eq=False)
-class StepPlan:
+class NextStep:
     """What the next forward pass processes.
 
     Args:
@@ -80,7 +80,7 @@ class StepPlan:
         copies: pages to be copied first.
     """
 
-    decoding: list[PendingCompletion]
+    decoding: list[BatchedRequest]
     chunks: list[Chunk]
     copies: list[PageCopy]
 
@@ -104,14 +104,14 @@ class Scheduler:
 
     def __init__(self, pages: PageTable, *, max_concurrent: int, max_step_tokens: int) -> None:
         self.pages = pages
-        self.waiting: deque[PendingCompletion] = deque()
-        self.running: list[PendingCompletion] = []
+        self.waiting: deque[BatchedRequest] = deque()
+        self.running: list[BatchedRequest] = []
         self.reused_tokens = 0
         """How many tokens of prompts were found in the cache."""
         self._max_concurrent = max_concurrent
         self._max_step_tokens = max_step_tokens
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> NextStep:
         """Plan the next step; pages are assigned and marked as filled."""
         decoding = self._grow([request for request in self.running if request.remaining == 1])
         budget = self._max_step_tokens - len(decoding)
@@ -121,9 +121,9 @@ class Scheduler:
                 budget -= self._extend(request, budget, chunks)
         copies: list[PageCopy] = []
         self._admit(budget, decoding, chunks, copies)
-        return StepPlan(decoding, chunks, copies)
+        return NextStep(decoding, chunks, copies)
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: NextStep) -> None:
         """Note that the forward pass of ``plan`` has computed its tokens."""
         for chunk in plan.all_chunks:
             request = chunk.request
@@ -136,7 +136,7 @@ class Scheduler:
                 if whole and (number + 1) * PAGE_TOKENS > request.prompt_length:
                     self._list(request, number)
 
-    def finish(self, request: PendingCompletion, *, keep: bool = True) -> None:
+    def finish(self, request: BatchedRequest, *, keep: bool = True) -> None:
         """Remove a request; keep its pages for others, if ``keep`` is set.
 
         A request that waits is left where it is: it is skipped when its turn comes.
@@ -159,7 +159,7 @@ class Scheduler:
         self.running.clear()
         self.pages.forget()
 
-    def _grow(self, decoding: list[PendingCompletion]) -> list[PendingCompletion]:
+    def _grow(self, decoding: list[BatchedRequest]) -> list[BatchedRequest]:
         """Give each request room for its next token; the latest ones give up theirs if needed."""
         grown = []
         for request in decoding:
@@ -177,13 +177,13 @@ class Scheduler:
                 grown.append(request)
         return [request for request in grown if request.pages]
 
-    def _preempt(self) -> PendingCompletion:
+    def _preempt(self) -> BatchedRequest:
         request = self.running.pop()
         self._release(request, keep=True)
         self.waiting.appendleft(request)
         return request
 
-    def _extend(self, request: PendingCompletion, budget: int, chunks: list[Chunk]) -> int:
+    def _extend(self, request: BatchedRequest, budget: int, chunks: list[Chunk]) -> int:
         count = min(budget, request.remaining)
         chunks.append(Chunk(request, count))
         end = request.computed + count
@@ -194,7 +194,7 @@ class Scheduler:
     def _admit(
         self,
         budget: int,
-        decoding: list[PendingCompletion],
+        decoding: list[BatchedRequest],
         chunks: list[Chunk],
         copies: list[PageCopy],
     ) -> None:
@@ -202,7 +202,7 @@ class Scheduler:
 
         A request that begins like one whose tokens are just being computed waits for them.
         """
-        passed: list[PendingCompletion] = []
+        passed: list[BatchedRequest] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_concurrent:
             if len(passed) == self._max_concurrent:
                 break
@@ -213,7 +213,10 @@ class Scheduler:
             if prefix.pending:
                 passed.append(request)
                 continue
-            if not self._assign(request, prefix, copies):
+            assigned = self._assign(request, prefix, copies)
+            if not assigned and prefix.partial is not None:  # its room may be what is missing
+                assigned = self._assign(request, Prefix(prefix.pages), copies)
+            if not assigned:
                 passed.append(request)
                 break
             self.running.append(request)
@@ -228,9 +231,7 @@ class Scheduler:
                 budget -= self._extend(request, budget, chunks)
         self.waiting.extendleft(reversed(passed))
 
-    def _assign(
-        self, request: PendingCompletion, prefix: Prefix, copies: list[PageCopy]
-    ) -> bool:
+    def _assign(self, request: BatchedRequest, prefix: Prefix, copies: list[PageCopy]) -> bool:
         """Give a request pages for all its tokens; return whether there are enough."""
         for page in prefix.pages:
             self.pages.share(page)
@@ -259,11 +260,11 @@ class Scheduler:
         self.reused_tokens += request.computed
         return True
 
-    def _append(self, request: PendingCompletion, page: Page) -> None:
+    def _append(self, request: BatchedRequest, page: Page) -> None:
         request.pages.append(page)
         request.places.append(page)
 
-    def _list(self, request: PendingCompletion, number: int) -> None:
+    def _list(self, request: BatchedRequest, number: int) -> None:
         """Make one of a request's pages findable by the tokens that it has by now.
 
         After an update that kept the cache, its keys and values belong to no single version.
@@ -277,6 +278,6 @@ class Scheduler:
         tokens: Sequence[int] = request.tokens[start:end]
         request.places[number] = self.pages.list_under(parent, request.pages[number], tokens)
 
-    def _release(self, request: PendingCompletion, *, keep: bool) -> None:
+    def _release(self, request: BatchedRequest, *, keep: bool) -> None:
         self.pages.release(request.pages, keep=keep)
         request.pages, request.places, request.computed = [], [], 0

@@ -59,7 +59,7 @@ class PagedIndexer(nn.Module):
         return chosen if sparse else chosen[:, :, :0]
 
 
-class _Recorder:
+class _NewKeys:
     """In place of the model's cache: keeps the indexer's new keys."""
 
     keys: Tensor
@@ -69,7 +69,7 @@ class _Recorder:
         return keys[:, :1]
 
 
-class _FixedKeys:
+class _GivenKeys:
     """In place of the model's cache: makes the indexer score given keys."""
 
     def __init__(self, keys: Tensor) -> None:
@@ -86,7 +86,7 @@ def _call(indexer: Any, rows: Sequence[Tensor], visible: Bool[Tensor, "t s"], ca
 
 
 def _keys(indexer: Any, rows: Sequence[Tensor]) -> Float[Tensor, "t d"]:
-    recorder = _Recorder()
+    recorder = _NewKeys()
     visible = torch.ones(len(rows[0]), 1, dtype=torch.bool, device=rows[0].device)
     _call(indexer, rows, visible, recorder)
     return recorder.keys
@@ -98,5 +98,5 @@ def _choose(
     """Choose keys for the tokens ``first`` and later of one request; -1 is "all that it sees"."""
     positions = torch.arange(first, len(keys), device=keys.device).unsqueeze(1)
     visible = torch.arange(len(keys), device=keys.device) <= positions
-    chosen = _call(indexer, rows, visible, _FixedKeys(keys))
+    chosen = _call(indexer, rows, visible, _GivenKeys(keys))
     return chosen.masked_fill(positions < indexer.index_topk, -1)

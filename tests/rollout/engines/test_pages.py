@@ -1,0 +1,239 @@
+"""Which pages requests share, and that none is lost, shown by rules and by random requests."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.scheduler import BatchedRequest, Scheduler
+from primerl.types import SamplingParams
+
+
+def request(tokens, max_tokens=4):
+    return BatchedRequest(
+        tokens=list(tokens),
+        prompt_length=len(tokens),
+        params=SamplingParams(max_tokens=max_tokens),
+        randomness=b"",
+    )
+
+
+class FakeModel:
+    """Plays the forward pass: notes what each place in the cache holds, and checks what is read."""
+
+    def __init__(self, *, pages, max_concurrent=8, max_step_tokens=64, seed=0):
+        self.scheduler = Scheduler(
+            PageTable(pages), max_concurrent=max_concurrent, max_step_tokens=max_step_tokens
+        )
+        self.stored = {}
+        self.rng = random.Random(seed)
+        self.weights = 0
+        self.computed = 0
+
+    def step(self):
+        plan = self.scheduler.plan()
+        for copy in plan.copies:
+            for place in range(copy.tokens):
+                value = self.stored[copy.source.index * PAGE_TOKENS + place]
+                self.stored[copy.target.index * PAGE_TOKENS + place] = value
+        written = set()
+        for chunk in plan.all_chunks:
+            one = chunk.request
+            self.computed += chunk.count
+            for position in range(one.computed, one.computed + chunk.count):
+                slot = one.slot(position)
+                assert slot not in written, "two requests write to one place"
+                assert slot >= PAGE_TOKENS, "page 0 is given out"
+                written.add(slot)
+                self.stored[slot] = (tuple(one.tokens[: position + 1]), self.weights)
+        for chunk in plan.all_chunks:
+            one = chunk.request
+            for position in range(one.computed + chunk.count):
+                prefix, _ = self.stored[one.slot(position)]
+                assert prefix == tuple(one.tokens[: position + 1]), "a shared page has changed"
+        ends = [chunk.request for chunk in plan.all_chunks if chunk.is_last]
+        self.scheduler.advance(plan)
+        for one in ends:
+            one.tokens.append(self.rng.randrange(3))
+            one.logprobs.append(0.0)
+            if len(one.logprobs) == one.params.max_tokens:
+                self.scheduler.finish(one)
+                one.done.set_result("length")
+        return plan
+
+    def submit(self, *requests):
+        self.scheduler.waiting.extend(requests)
+
+    def run(self):
+        while self.scheduler.running or self.scheduler.waiting:
+            plan = self.step()
+            assert plan.all_chunks or not self.scheduler.waiting, "all wait for nothing"
+
+
+def test_a_group_computes_its_prompt_once():
+    model = FakeModel(pages=64, max_step_tokens=512)
+    prompt = [n % 7 for n in range(100)]
+    group = [request(prompt, max_tokens=1) for _ in range(8)]
+    model.submit(*group)
+
+    first, second = model.step(), model.step()
+
+    assert [chunk.count for chunk in first.chunks] == [100]
+    assert len(second.decoding) == 7
+    assert [copy.tokens for copy in second.copies] == [3] * 7  # 99 tokens are 3 pages and 3 tokens
+    assert model.computed == 100 + 7
+    assert model.scheduler.pages.used == 0
+
+
+def test_a_turn_computes_only_what_is_new():
+    model = FakeModel(pages=64)
+    first = request(range(50), max_tokens=20)
+    model.submit(first)
+    model.run()
+    before = model.computed
+
+    model.submit(request([*first.tokens, 1, 2, 3], max_tokens=1))
+    model.run()
+
+    assert model.computed - before == 4  # the last token that was sampled, and three new ones
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for():
+    model = FakeModel(pages=64, max_step_tokens=32)
+    prompt = list(range(100))
+    model.submit(request(prompt), request(prompt), request([5, 6]))
+
+    assert [chunk.count for chunk in model.step().chunks] == [32]
+    assert len(model.step().chunks) == 1
+    model.run()
+
+    assert model.computed < 100 + 2 + 2 * 4 + 32
+
+
+def test_the_latest_request_gives_up_its_pages():
+    model = FakeModel(pages=4)
+    early, late = request([1] * 40, max_tokens=40), request([2] * 40, max_tokens=30)
+    model.submit(early, late)
+    model.step()
+    while len(model.scheduler.running) == 2:
+        model.step()
+
+    assert model.scheduler.running == [early]
+    model.run()
+    assert len(late.logprobs) == 30
+
+
+def test_a_request_that_needs_every_page_does_not_keep_one_to_copy_from():
+    model = FakeModel(pages=4)
+    model.submit(request([1] * 40, max_tokens=1))
+    model.run()
+
+    model.submit(request([1] * 127, max_tokens=2))
+    for _ in range(4):
+        model.step()
+
+    assert not model.scheduler.running
+    assert not model.scheduler.waiting
+
+
+def test_the_least_recently_used_page_goes_first():
+    model = FakeModel(pages=4)
+    old, new = [1] * 33, [2] * 33
+    for prompt in (old, new):
+        model.submit(request(prompt, max_tokens=1))
+        model.run()
+    pages = model.scheduler.pages
+    assert [len(pages.find(prompt).pages) for prompt in (old, new)] == [1, 1]
+
+    model.submit(request([3] * 33, max_tokens=1))
+    model.run()
+
+    assert [len(pages.find(prompt).pages) for prompt in (old, new)] == [0, 1]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_after_an_update_no_page_of_older_weights_is_found(recompute):
+    model = FakeModel(pages=64, max_step_tokens=512)
+    running = request([1] * 70, max_tokens=40)
+    model.submit(running)
+    for _ in range(5):
+        model.step()
+    scheduler = model.scheduler
+    scheduler.recompute_all() if recompute else scheduler.forget_prefixes()
+    model.weights = 1
+    model.run()
+    later = request([1] * 70, max_tokens=2)
+    model.submit(later)
+    model.step()
+
+    found = [model.stored[later.slot(position)] for position in range(70)]
+    assert {weights for _, weights in found} == {1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(data):
+    """Arrivals, cancellations, updates and evictions; prompts of three tokens often begin alike."""
+    draw = data.draw
+    pages = draw(st.integers(6, 24))
+    model = FakeModel(
+        pages=pages,
+        max_concurrent=draw(st.integers(1, 6)),
+        max_step_tokens=draw(st.sampled_from([8, 40, 100])),
+        seed=draw(st.integers(0, 9)),
+    )
+    rng = random.Random(draw(st.integers(0, 2**16)))
+    everyone = []
+    most = pages * PAGE_TOKENS
+    for _ in range(draw(st.integers(5, 60))):
+        action = rng.random()
+        if action < 0.4:
+            length = rng.randint(1, most - 1 if rng.random() < 0.1 else most // 2)
+            begin = rng.choice(everyone).tokens[: rng.randint(0, 60)] if everyone else []
+            tokens = (begin + [rng.randrange(3) for _ in range(length)])[:length]
+            everyone.append(request(tokens, rng.randint(1, most - length)))
+            model.submit(everyone[-1])
+        elif action < 0.5 and everyone:
+            one = rng.choice(everyone)
+            if not one.done.done():
+                one.done.cancel()
+                model.scheduler.finish(one)
+        elif action < 0.56:
+            model.weights += 1
+            if rng.random() < 0.5:
+                model.scheduler.recompute_all()
+            else:
+                model.scheduler.forget_prefixes()
+        else:
+            model.step()
+    model.run()
+
+    assert all(one.done.done() for one in everyone)
+    table = model.scheduler.pages
+    assert table.used == 0
+    assert sorted([*table._free, *(page.index for page in table._idle)]) == [*range(1, pages + 1)]
+
+
+def test_ten_thousand_requests_leave_nothing():
+    model = FakeModel(pages=32, max_step_tokens=512)
+    for number in range(10_000):
+        model.submit(request([number % 97, number % 89, 5], max_tokens=1))
+        if number % 8 == 7:
+            model.run()
+    model.run()
+
+    table = model.scheduler.pages
+    known = [table._root]
+    for page in known:
+        known += page.children.values()
+    assert len(known) <= 33
+
+
+def test_all_pages_used_is_an_error():
+    table = PageTable(1)
+    table.allocate()
+    with pytest.raises(IndexError, match="all pages"):
+        table.allocate()
+    assert (table.used, table.available) == (1, 0)

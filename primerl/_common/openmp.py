@@ -1,6 +1,6 @@
 """OpenMP's threads of a thread that is about to wait.
 
-Each thread that computes has OpenMP threads of its own. If all of them together are more than the
+Each thread that computes starts its own OpenMP threads. If all of them together are more than the
 machine has cores, GNU's OpenMP puts them to sleep after each parallel region, and waking them up
 takes longer than most operations of a small model: on two cores, a step of decoding takes three to
 four times as long. So a thread that waits for another one to compute gives up its threads.

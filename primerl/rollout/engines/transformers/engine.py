@@ -47,11 +47,11 @@ class TransformersEngine:
       slightly different from that of any version. (A request whose cache is evicted for lack of
       memory is recomputed with the weights of that moment.)
 
-    Requests that begin alike share the keys and values of their first tokens, and so do the turns
-    of a conversation, until an update.
+    Requests that begin alike share the keys and values of their first tokens until the next update.
+    The turns of a conversation share them, too.
 
-    What a request draws depends on ``seed``, its session and its prompt, and not on what else is
-    served: equal requests of the same session get different draws, in their order. In float32, on a
+    The tokens that a request draws depend on ``seed``, its session and its prompt, and not on other
+    requests: equal requests of the same session get different draws, in their order. In float32, on a
     CPU and one thread, dense models give the same tokens in any order of requests; otherwise a
     token changes only where rounding decides.
 

@@ -2,7 +2,7 @@
 
 All tokens of a step lie end to end in one row, which the model sees as its batch. The attention
 function, an entry of transformers' ``AttentionInterface``, stores their keys and values and lets
-each token attend to its own request. The model needs no cache of its own.
+each token attend to its own request. The model is called without a cache.
 
 In float32 on a CPU, the result for a token has the same bits whatever else is in the batch, and
 however its request is divided into steps: products have at least ``LEAST_ROWS`` rows, and sums over
@@ -59,7 +59,7 @@ class Scoring:
 
 @attrs.define(eq=False)
 class AttentionStep:
-    """What the attention function needs to know of a forward pass.
+    """A forward pass, as the attention function needs to know it.
 
     Args:
         cache: the pages.
@@ -379,7 +379,7 @@ def _paged_attention(
 def _refuse_other_attention(module: nn.Module, mask: Tensor | None, asked: dict[str, Any]) -> None:
     if mask is not None and mask.dtype not in (_WINDOW_DTYPE, torch.bool):
         raise ValueError(
-            f"{type(module).__name__} makes a mask of its own, which this engine does not support; "
+            f"{type(module).__name__} makes its own mask, which this engine does not support; "
             "serve the model with vLLM"
         )
     causal = asked.get("is_causal", getattr(module, "is_causal", True))

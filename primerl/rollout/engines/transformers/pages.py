@@ -1,9 +1,9 @@
-"""Bookkeeping of the KV cache: which page holds the keys and values of which tokens.
+"""Bookkeeping of the KV cache: the tokens whose keys and values each page holds.
 
 A page has room for ``PAGE_TOKENS`` tokens. Pages form a tree: a page is found by its parent, the
-page of the tokens before it, and by its own tokens. So requests that begin alike share pages, and
-so do the turns of a conversation. A page that no request uses is kept until its room is needed; the
-one that was used least recently goes first. This module needs no torch.
+page of the tokens before it, and by its own tokens. So requests that begin alike share pages, as do
+the turns of a conversation. A page that no request uses is kept until its room is needed; the least
+recently used page is discarded first. This module needs no torch.
 """
 
 import itertools
@@ -43,7 +43,7 @@ class Page:
 
 @attrs.frozen(eq=False)
 class Prefix:
-    """What the cache holds of a request's first tokens.
+    """The part of a request's tokens that is in the cache.
 
     Args:
         pages: complete pages, to be shared.

@@ -51,8 +51,8 @@ class TransformersEngine:
     The turns of a conversation share them, too.
 
     The tokens that a request draws depend on ``seed``, its session and its prompt, and not on other
-    requests: equal requests of the same session get different draws, in their order. In float32, on a
-    CPU and one thread, dense models give the same tokens in any order of requests; otherwise a
+    requests: equal requests of the same session get different draws, in their order. In float32, on
+    a CPU and one thread, dense models give the same tokens in any order of requests; otherwise a
     token changes only where rounding decides.
 
     ``generate`` may be awaited on any loop, and ``update_weights`` called from any thread.

@@ -20,8 +20,8 @@ class RequestKeys:
     """Gives each request the key of its random numbers.
 
     The key depends on the seed, the session, the prompt and the number of earlier requests with the
-    same session and prompt. It does not depend on what else is served. A request with a seed of its
-    own depends on nothing else.
+    same session and prompt. It does not depend on what else is served. The key of a request
+    with a seed depends on that seed only.
 
     Args:
         seed: the seed of all requests.
@@ -102,8 +102,8 @@ def _limit(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Set the logits of tokens beyond ``top_k``, ``min_p`` and ``top_p`` to minus infinity.
 
     ``top_k`` keeps the k likeliest tokens, and ``min_p`` those that have at least this share of the
-    highest probability. Of these, ``top_p`` keeps the fewest of the likeliest whose probabilities
-    reach this sum.
+    highest probability. Among them, ``top_p`` keeps the smallest number of likeliest tokens
+    whose probabilities reach this sum.
     """
     vocabulary = logits.shape[1]
 
@@ -125,8 +125,8 @@ def _limit(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def _draw(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from unnormalized probabilities by the inverse of their cumulative sum, in float64.
 
-    First a block of columns is drawn, then a column in it, so that only one block needs a
-    cumulative sum of its own.
+    First a block of columns is drawn, then a column of this block. So the cumulative sum over all
+    columns is never computed.
 
     Returns:
         The columns, and the sum of each row.

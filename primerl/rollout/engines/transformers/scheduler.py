@@ -1,4 +1,4 @@
-"""Which requests take part in the next forward pass, and where their keys and values go."""
+"""Plans forward passes: chooses the requests, and the pages for their keys and values."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class PageCopy:
 
 @attrs.frozen(eq=False)
 class NextStep:
-    """What the next forward pass processes.
+    """The tokens that the next forward pass processes.
 
     Args:
         decoding: requests with one token each, whose earlier tokens are all in the cache.

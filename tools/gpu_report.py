@@ -31,7 +31,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Benchmarks that measure something different on a GPU than on a CPU, in order of duration.
-BENCHMARKS = ["test_linear_logprobs.py", "test_activations.py", "test_train_step.py"]
+BENCHMARKS = [
+    "test_engine.py",
+    "test_linear_logprobs.py",
+    "test_activations.py",
+    "test_train_step.py",
+]
 BENCHMARK_S = 150.0
 NO_TESTS = 5  # pytest's exit code if it collects no tests
 STARTING_S = 120.0  # timeout of a file's imports, on a machine that has just started

@@ -34,10 +34,14 @@ class FakeModel:
 
     def step(self):
         plan = self.scheduler.plan()
+        for page in plan.reallocated:
+            for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
+                self.stored.pop(slot, None)
         for copy in plan.copies:
             for place in range(copy.tokens):
                 value = self.stored[copy.source.index * PAGE_TOKENS + place]
                 self.stored[copy.target.index * PAGE_TOKENS + place] = value
+        self.scheduler.release_sources(plan)
         written = set()
         for chunk in plan.all_chunks:
             one = chunk.request

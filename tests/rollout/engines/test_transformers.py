@@ -366,6 +366,31 @@ def test_logits_that_are_not_numbers_fail_their_own_request():
             assert pages_in_use(engine) == 0
 
 
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_good_weights_after_weights_that_are_not_numbers(mode):
+    """Whatever was computed in between is not read again."""
+    good = wide_model("qwen3")
+    broken = copy.deepcopy(good)
+    with torch.no_grad():
+        for parameter in broken.parameters():
+            parameter.fill_(float("nan"))
+    asked = prompts(12) + [[5] * 70]
+    params = SamplingParams(max_tokens=30)
+    requests = [(prompt, params) for prompt in asked]
+
+    with rollout.TransformersEngine(good, on_update=mode, cache_tokens=512, seed=0) as engine:
+        for version in (1, 3, 5):
+            weights.SharedMemory(broken, engine).publish(version)
+            for prompt, _ in requests:
+                with pytest.raises(RuntimeError, match="not numbers"):
+                    asyncio.run(engine.generate(prompt, params))
+            weights.SharedMemory(good, engine).publish(version + 1)
+            completions = asyncio.run(generate_all(engine, requests))
+
+    for prompt, completion in zip(asked, completions, strict=True):
+        check_logprobs(good, prompt, completion)
+
+
 def test_a_failed_update_fails_the_requests_in_flight_and_a_good_one_mends_it(monkeypatch):
     def broken(pairs):
         raise MemoryError("no room for the weights")

@@ -204,11 +204,16 @@ class Decoder:
             self._compute(plan)
         except Exception as error:  # every kind: the requests of the step get it
             log.exception("the embedded engine's forward pass failed")
+            self._batch.clear()
             self._fail([chunk.request for chunk in chunks], f"generation failed: {error}", error)
 
     def _compute(self, plan: NextStep) -> None:
         """Process the tokens of ``plan``, and sample where a request's last token was processed."""
-        self._cache.copy(plan.copies)
+        try:
+            self._cache.erase(plan.reallocated)
+            self._cache.copy(plan.copies)
+        finally:
+            self._scheduler.release_sources(plan)
         rows = self._batch.arrange(plan.decoding)
         decoding = [Chunk(request, 1) for group in rows for request in group.requests]
         chunks = decoding + plan.chunks
@@ -263,7 +268,7 @@ class Decoder:
         for request, token, logprob in results:
             if math.isnan(logprob):
                 at = len(request.tokens) - request.prompt_length
-                self._erase(request)
+                self._batch.clear()  # rows with broken numbers would spoil others
                 self._fail(
                     [request], f"generation failed: the logits of token {at} are not numbers"
                 )
@@ -309,11 +314,6 @@ class Decoder:
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._device)
-
-    def _erase(self, request: BatchedRequest) -> None:
-        """Erase what a request with broken numbers has written, which would spoil others."""
-        self._cache.erase([page.index for page in request.pages if page.users == 1])
-        self._batch.clear()
 
     def _fail_all(self, reason: str) -> None:
         self._fail([*self._scheduler.running, *self._scheduler.waiting], reason)

@@ -75,10 +75,12 @@ class PagedCache:
                 layer[:, target : target + one.tokens] = layer[:, source : source + one.tokens]
 
     def erase(self, pages: Sequence[int]) -> None:
-        """Set pages to zero: their numbers would spoil whatever is multiplied with them."""
-        for page in pages:
-            for layer in self.layers:
-                layer[:, page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS] = 0
+        """Set pages to zero, in case they hold NaN, which would spoil the sums of later tokens."""
+        if not pages:
+            return
+        for layer in self.layers:
+            paged = layer.view(layer.shape[0], -1, PAGE_TOKENS, layer.shape[2])
+            paged.index_fill_(1, torch.tensor(pages, device=layer.device), 0)
 
     def gather(self, layer: int, pages: Tensor) -> Tensor:
         """Copy the keys and values of pages ``[n, p]`` of ``n`` requests, ``[n, heads, t, width]``.

@@ -71,6 +71,9 @@ class PageTable:
         """How many times all pages were forgotten."""
         self._root = Page(index=0)
         self._free = list(range(pages, 0, -1))
+        self._highest = 0  # pages above it have never been used
+        self.reallocated: list[int] = []
+        """Pages allocated since this list was cleared that hold older keys and values."""
         self._idle: OrderedDict[Page, None] = OrderedDict()
 
     @property
@@ -111,7 +114,11 @@ class PageTable:
             if not self._idle:
                 raise IndexError("all pages of the cache are used")
             self._discard(next(iter(self._idle)))
-        return Page(index=self._free.pop(), users=1)
+        index = self._free.pop()
+        if index <= self._highest:
+            self.reallocated.append(index)
+        self._highest = max(self._highest, index)
+        return Page(index=index, users=1)
 
     def share(self, page: Page) -> None:
         """Add a user to a page."""

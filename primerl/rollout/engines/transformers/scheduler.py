@@ -77,11 +77,13 @@ class NextStep:
     Args:
         decoding: requests with one token each, whose earlier tokens are all in the cache.
         chunks: parts of prompts.
-        copies: pages to be copied first.
+        reallocated: pages to be erased first.
+        copies: pages to be copied next.
     """
 
     decoding: list[BatchedRequest]
     chunks: list[Chunk]
+    reallocated: list[int]
     copies: list[PageCopy]
 
     @property
@@ -121,7 +123,12 @@ class Scheduler:
                 budget -= self._extend(request, budget, chunks)
         copies: list[PageCopy] = []
         self._admit(budget, decoding, chunks, copies)
-        return NextStep(decoding, chunks, copies)
+        reallocated, self.pages.reallocated = self.pages.reallocated, []
+        return NextStep(decoding, chunks, reallocated, copies)
+
+    def release_sources(self, plan: NextStep) -> None:
+        """Release the pages that ``plan`` copies from, after they have been copied."""
+        self.pages.release([copy.source for copy in plan.copies])
 
     def advance(self, plan: NextStep) -> None:
         """Note that the forward pass of ``plan`` has computed its tokens."""
@@ -256,7 +263,6 @@ class Scheduler:
             copies.append(PageCopy(prefix.partial, target, prefix.tokens))
             target.filled = target.computed = prefix.tokens
             request.computed += prefix.tokens
-            self.pages.release([prefix.partial])
         self.reused_tokens += request.computed
         return True
 

@@ -374,7 +374,7 @@ def test_good_weights_after_weights_that_are_not_numbers(mode):
     with torch.no_grad():
         for parameter in broken.parameters():
             parameter.fill_(float("nan"))
-    asked = prompts(12) + [[5] * 70]
+    asked = [*prompts(12), [5] * 70]
     params = SamplingParams(max_tokens=30)
     requests = [(prompt, params) for prompt in asked]
 

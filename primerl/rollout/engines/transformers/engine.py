@@ -15,7 +15,7 @@ from primerl._common.openmp import release_threads
 from primerl._common.optional import require
 from primerl.rollout.engines.protocol import RouteStore, is_instant
 from primerl.rollout.engines.transformers.decoder import Decoder, find_shapes
-from primerl.rollout.engines.transformers.kv_cache import LayerShape, PagedCache
+from primerl.rollout.engines.transformers.kv_cache import PagedCache
 from primerl.rollout.engines.transformers.paged_attention import switch_to_pages
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture, RequestRoutes
@@ -75,8 +75,8 @@ class TransformersEngine:
             copied with the model, so they must be applied here.
 
     Raises:
-        ValueError: this engine does not support the model, or only one of ``routes`` and
-            ``capture`` is given.
+        ValueError: this engine does not support the model, ``cache_tokens`` is below 2, or only one
+            of ``routes`` and ``capture`` is given.
         RuntimeError: inference mode is on, whose tensors can't be updated.
     """
 
@@ -97,6 +97,8 @@ class TransformersEngine:
         require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
+        if cache_tokens is not None and cache_tokens < 2:
+            raise ValueError(f"cache_tokens is {cache_tokens}, expected at least 2")
         if (routes is None) != (capture is None):
             raise ValueError(
                 "expert routes need two arguments: routes=, a store such as replay.Store, and "
@@ -117,8 +119,9 @@ class TransformersEngine:
         self._vocab_size = int(text.vocab_size)
         self._positions = rope_limit(served)
         self._recompute = on_update == "recompute"
-        self._cache_tokens = cache_tokens
         self._max_concurrent = max_concurrent
+        self._shapes = find_shapes(served).shapes
+        self._cache_tokens = self._most_tokens() if cache_tokens is None else cache_tokens
         self._keys = RequestKeys(secrets.randbits(64) if seed is None else seed)
         self._version = version
         self.routes = routes
@@ -135,8 +138,7 @@ class TransformersEngine:
     @property
     def context_length(self) -> int:
         """The maximum number of tokens of one request: the smaller of positions and cache."""
-        limits = [one for one in (self._positions, self._cache_tokens) if one is not None]
-        return min(limits, default=STEP_TOKENS)
+        return min(self._positions or self._cache_tokens, self._cache_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -164,10 +166,9 @@ class TransformersEngine:
             if self._capture is not None:
                 self._recorder = BatchRoutes(self._model, self._capture)
                 on_failure.callback(self._recorder.close)
-            shapes = find_shapes(self._model).shapes
-            pages = -(-self._choose_cache_tokens(shapes) // PAGE_TOKENS)
+            pages = -(-self._cache_tokens // PAGE_TOKENS)
             try:
-                cache = PagedCache(shapes, pages=pages)
+                cache = PagedCache(self._shapes, pages=pages)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise RuntimeError(
                     f"the engine did not start: a cache of {self._cache_tokens} tokens does not "
@@ -285,13 +286,12 @@ class TransformersEngine:
             return put()
         return await asyncio.to_thread(put)
 
-    def _choose_cache_tokens(self, shapes: Sequence[LayerShape]) -> int:
-        if self._cache_tokens is None:
-            each = sum(shape.token_bytes for shape in shapes)
-            fit = int(CACHE_SHARE * _free_memory(next(self._model.parameters()).device)) // each
-            most = self._max_concurrent * self.context_length
-            self._cache_tokens = max(PAGE_TOKENS, min(fit, most))
-        return self._cache_tokens
+    def _most_tokens(self) -> int:
+        """Return how many tokens the cache can hold, or all requests together can have."""
+        each = sum(shape.token_bytes for shape in self._shapes)
+        free = _free_memory(next(self._model.parameters()).device)
+        fit = max(PAGE_TOKENS, int(CACHE_SHARE * free) // each)
+        return min(fit, self._max_concurrent * (self._positions or fit))
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:

@@ -431,6 +431,61 @@ def test_the_engine_serves_a_copy():
         assert torch.equal(tensor, original[name])
 
 
+def test_shared_weights_change_between_two_steps():
+    """The trainer's own weights serve, and keep their gradients."""
+    model = wide_model("qwen3")
+    asked = prompts(6)
+    params = SamplingParams(max_tokens=60)
+    snapshots = [copy.deepcopy(model)]
+    model.get_input_embeddings().weight.sum().backward()
+
+    def train(version):
+        with engine.update_in_place(version=version), torch.no_grad():
+            for parameter, other in zip(
+                model.parameters(), perturbed(model, version).parameters(), strict=True
+            ):
+                parameter.copy_(other)
+            snapshots.append(copy.deepcopy(model))
+
+    async def main():
+        tasks = [asyncio.create_task(engine.generate(prompt, params)) for prompt in asked]
+        for version in (1, 2):
+            while most_sampled(engine) < 15 * version:
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(train, version)
+        return await asyncio.gather(*tasks)
+
+    with rollout.TransformersEngine(model, share_weights=True, seed=0) as engine:
+        served = {parameter.data_ptr() for parameter in engine._model.parameters()}
+        assert served == {parameter.data_ptr() for parameter in model.parameters()}
+        completions = asyncio.run(main())
+        with pytest.raises(ValueError, match="version 1 is older than 2"):
+            train(1)
+        with pytest.raises(ZeroDivisionError), engine.update_in_place(version=3):
+            raise ZeroDivisionError
+        with pytest.raises(RuntimeError, match="changed in place when an error occurred"):
+            asyncio.run(engine.generate([5], params))
+        assert engine.version == 2
+
+    assert model.get_input_embeddings().weight.grad is not None
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for prompt, completion in zip(asked, completions, strict=True):
+        for version, snapshot in enumerate(snapshots):
+            of_version = torch.tensor(completion.versions == version)
+            assert of_version.any()
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs)[of_version],
+                forward_logprobs(snapshot, prompt, completion, 1.0)[of_version],
+                atol=TOLERANCE,
+                rtol=0,
+            )
+
+
+def test_weights_in_another_dtype_cannot_be_shared():
+    with pytest.raises(ValueError, match="can't be shared in torch.bfloat16"):
+        rollout.TransformersEngine(wide_model(), dtype=torch.bfloat16, share_weights=True)
+
+
 def test_a_smaller_dtype_rounds_the_copy_and_its_updates_and_nothing_else():
     model = wide_model("qwen3")
     other = perturbed(model, 1)

@@ -3,13 +3,15 @@
 import asyncio
 import copy
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from primerl._common.openmp import release_threads
 from primerl._common.optional import require
@@ -58,9 +60,11 @@ class TransformersEngine:
     ``generate`` may be awaited on any loop, and ``update_weights`` called from any thread.
 
     Args:
-        model: a causal language model; it is copied.
+        model: a causal language model; it is copied, but for its weights with ``share_weights``.
         dtype: the dtype of the copy's parameters and KV cache, such as ``torch.bfloat16``; updates
             are rounded to it. None: the model's dtype.
+        share_weights: serve the model's own weights instead of a copy. They may then change only
+            within ``update_in_place``.
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
         cache_tokens: capacity of the KV cache, in tokens. None: as many as ``max_concurrent``
@@ -75,8 +79,9 @@ class TransformersEngine:
             copied with the model, so they must be applied here.
 
     Raises:
-        ValueError: this engine does not support the model, ``cache_tokens`` is below 2, or only one
-            of ``routes`` and ``capture`` is given.
+        ValueError: this engine does not support the model, ``cache_tokens`` is below 2, only one of
+            ``routes`` and ``capture`` is given, or weights in another dtype, or sharded weights,
+            are to be shared.
         RuntimeError: inference mode is on, whose tensors can't be updated.
     """
 
@@ -85,6 +90,7 @@ class TransformersEngine:
         model: nn.Module,
         *,
         dtype: torch.dtype | None = None,
+        share_weights: bool = False,
         on_update: Literal["recompute", "keep"] = "recompute",
         max_concurrent: int = 128,
         cache_tokens: int | None = None,
@@ -106,13 +112,12 @@ class TransformersEngine:
             )
         refuse_inference_mode()
         refuse_unsupported(model)
-        served: Any = copy.deepcopy(model).requires_grad_(False)
-        served.zero_grad()
+        served: Any = _copy_model(model, dtype=dtype, share_weights=share_weights)
         if prepare is not None:
             prepare(served)
         served.eval()
         switch_to_pages(served)
-        if dtype is not None:
+        if dtype is not None and not share_weights:
             _round_parameters(served, dtype)
         self._model = served
         text: Any = served.config.get_text_config()
@@ -269,6 +274,44 @@ class TransformersEngine:
             future.cancel()
             raise RuntimeError(f"the weight update took longer than {timeout_s:.0f} s") from None
 
+    @contextmanager
+    def update_in_place(self, *, version: int, timeout_s: float = 600.0) -> Iterator[None]:
+        """Let the body change shared weights, while the engine waits between two steps.
+
+            with engine.update_in_place(version=step + 1):
+                optimizer.step()
+
+        Args:
+            version: the policy version of the changed weights.
+            timeout_s: how long to wait for the engine's current step.
+
+        Raises:
+            ValueError: the version is older than the one served.
+            RuntimeError: the engine did not reach the end of its step within ``timeout_s``.
+        """
+        if version < self.version:
+            raise ValueError(f"version {version} is older than {self.version}, which is served")
+        waiting, changed = threading.Event(), threading.Event()
+        failed = True
+
+        def wait() -> None:
+            waiting.set()
+            changed.wait()
+            if failed:
+                raise RuntimeError("the weights were being changed in place when an error occurred")
+
+        future = self._running().update(wait, version)
+        if not waiting.wait(timeout_s):
+            future.cancel()
+            changed.set()
+            raise RuntimeError(f"the engine's step took longer than {timeout_s:.0f} s")
+        try:
+            yield
+            failed = False
+        finally:
+            changed.set()
+        future.result(timeout_s)
+
     async def _put_routes(self, request: BatchedRequest) -> tuple[str, ...]:
         """Store the routes of a completed request, if any are recorded; return references."""
         start, end = request.params.routes_start, len(request.tokens) - 1
@@ -340,6 +383,24 @@ def _copy_tensors(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for served, new in pairs:
             served.copy_(new)
+
+
+def _copy_model(model: nn.Module, *, dtype: torch.dtype | None, share_weights: bool) -> nn.Module:
+    """Copy a model; its tensors too, unless they are shared.
+
+    Raises:
+        ValueError: the weights are to be shared, but have another dtype or are sharded.
+    """
+    if not share_weights:
+        copied = copy.deepcopy(model).requires_grad_(False)
+        copied.zero_grad()
+        return copied
+    tensors = [*model.parameters(), *model.buffers()]
+    if dtype not in (None, *(parameter.dtype for parameter in model.parameters())):
+        raise ValueError(f"weights can't be shared in {dtype}; leave out dtype or share_weights")
+    if any(isinstance(tensor, DTensor) for tensor in tensors):
+        raise ValueError("sharded weights can't be shared; leave out share_weights")
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _round_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -191,7 +191,9 @@ def test_each_environment_has_its_teacher(root, chat_folder, tmp_path):
         "reasoning-gym:chain_sum": chat_folder / "sums",
     }
     check_first_step(run_dir, chat_folder / "student", teacher_of, top_k=0)
-    assert {"reward/reverse-words", "reward/reasoning-gym:chain_sum"} <= lines(run_dir)[0].keys()
+    # A step may have groups of one environment only: those that ended first.
+    rewards = {name for line in lines(run_dir) for name in line if name.startswith("reward/")}
+    assert rewards >= {"reward/reverse-words", "reward/reasoning-gym:chain_sum"}
 
 
 @pytest.mark.parametrize("mesh", [(), ("--cp", 2)])

@@ -149,4 +149,4 @@ def test_its_benchmarks_exist(root, monkeypatch):
     files = gpu_report.gpu_files()
 
     assert all(path.exists() for path in files)
-    assert len([path for path in files if gpu_report.is_benchmark(path)]) == 3
+    assert len([path for path in files if gpu_report.is_benchmark(path)]) == 4

@@ -6,6 +6,8 @@ import random
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -429,6 +431,62 @@ def test_the_engine_serves_a_copy():
         assert engine.version == 3
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, original[name])
+
+
+def test_of_two_updates_at_once_the_older_one_is_refused():
+    model = wide_model("qwen3")
+    state = dict(model.state_dict())
+
+    def update(version):
+        engine.update_weights(state, version=version)
+
+    with rollout.TransformersEngine(model) as engine, ThreadPoolExecutor(2) as pool:
+        busy = threading.Event()
+        engine._decoder.update(lambda: busy.wait(30) and None, 0)
+        updates = engine._decoder._updates
+        newer = pool.submit(update, 2)
+        while len(updates) < 1:
+            time.sleep(0.001)
+        older = pool.submit(update, 1)
+        while len(updates) < 2:
+            time.sleep(0.001)
+        busy.set()
+        newer.result(30)
+        with pytest.raises(ValueError, match="version 1 is older than 2"):
+            older.result(30)
+        assert engine.version == 2
+
+
+def test_a_failed_update_is_remembered_by_an_engine_that_is_started_again():
+    model = wide_model("qwen3")
+    good = dict(model.state_dict())
+    bad = {name: tensor.to("meta") for name, tensor in good.items()}
+    engine = rollout.TransformersEngine(model)
+    with engine:
+        with pytest.raises(NotImplementedError):
+            engine.update_weights(bad, version=1)
+        with pytest.raises(RuntimeError, match="already running"):
+            engine.start()
+    with engine:
+        with pytest.raises(RuntimeError, match="weight update failed"):
+            asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+        engine.update_weights(good, version=1)
+        completion = asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+    assert completion.versions.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("setting", [{"max_concurrent": 0}, {"cache_tokens": 1}])
+def test_an_engine_that_could_serve_nothing_is_refused(setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))} is .*, expected at least"):
+        rollout.TransformersEngine(wide_model(), **setting)
+
+
+def test_the_loop_that_has_ended_is_an_error():
+    """As in a process that was forked while the engine ran."""
+    with rollout.TransformersEngine(wide_model()) as engine:
+        engine._decoder.close(30)
+        with pytest.raises(RuntimeError, match="does not run in this process, or has ended"):
+            asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
 
 
 def test_shared_weights_change_between_two_steps():

@@ -12,7 +12,7 @@ from conftest import make_sample
 from recording_store import RecordingStore
 from served_models import generate_all, in_flight, most_sampled, perturbed, prompts, wide_model
 
-from primerl import replay, rollout, weights
+from primerl import replay, rollout, testing, weights
 from primerl.rollout.engines.contract import check_routes
 from primerl.types import Rollout, SamplingParams
 
@@ -164,6 +164,31 @@ def test_what_was_recorded_first_wins_when_weights_change_in_mid_completion():
         check_rows(models, prompt, completion, put)
         seen.update(put[1]["versions"])
     assert seen == {0, 1, 2}
+
+
+def test_an_update_in_the_middle_of_a_prompt_replaces_its_routes():
+    """Nothing was sampled from those of the older weights."""
+    settings = {"max_position_embeddings": 2048}
+    models = [perturbed(testing.tiny_model("qwen3_moe", **settings), seed) for seed in (1, 2)]
+    store = RecordingStore()
+    rng = random.Random(0)
+    prompt = [rng.randrange(2, 64) for _ in range(1200)]
+
+    async def main(engine):
+        task = asyncio.create_task(engine.generate(prompt, SamplingParams(max_tokens=2)))
+        while not any(request.computed for request in in_flight(engine)):
+            await asyncio.sleep(0)
+        transport = weights.SharedMemory(models[1], engine)
+        await asyncio.to_thread(transport.publish, 1)
+        return await task
+
+    with engine_with_routes(models[0], store) as engine:
+        completion = asyncio.run(main(engine))
+
+    ((rows, given),) = store.puts
+    if completion.versions[0] == 1:  # else the prompt was faster
+        assert set(given["versions"]) == {1}
+    check_rows(models, prompt, completion, (rows, given))
 
 
 @pytest.mark.thorough

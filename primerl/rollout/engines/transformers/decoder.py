@@ -43,6 +43,7 @@ class Decoder:
         max_step_tokens: how many tokens are processed in a forward pass.
         recompute: whether an update recomputes the keys and values of requests in flight.
         version: the version of the weights.
+        failure: why the weights can't be used, if an update of an earlier decoder failed.
         routes: the expert routes of forward passes, if they are recorded.
     """
 
@@ -56,9 +57,12 @@ class Decoder:
         max_step_tokens: int,
         recompute: bool,
         version: PolicyVersion,
+        failure: str = "",
         routes: BatchRoutes | None = None,
     ) -> None:
         self.version = version
+        self.failure = failure
+        """Why the weights can't be used: a failed update may have changed some of them."""
         self.steps = 0
         """How many forward passes have been computed."""
         self._model = model
@@ -70,8 +74,6 @@ class Decoder:
         self._batch = DecodingBatch(cache)
         self._recompute = recompute
         self._routes = routes
-        self._failure = ""
-        """Why the weights can't be used: a failed update may have changed some of them."""
         self._inbox: deque[BatchedRequest] = deque()
         self._updates: deque[tuple[Callable[[], None], PolicyVersion, Future[None]]] = deque()
         self._cancelled: deque[BatchedRequest] = deque()
@@ -89,6 +91,7 @@ class Decoder:
         Raises:
             RuntimeError: the engine is closed.
         """
+        self._require_thread()
         with self._changed:
             if self._closed:
                 raise RuntimeError("the engine was closed")
@@ -98,6 +101,7 @@ class Decoder:
 
     def update(self, load: Callable[[], None], version: PolicyVersion) -> "Future[None]":
         """Have ``load`` called between two steps; the returned future waits for it."""
+        self._require_thread()
         done: Future[None] = Future()
         with self._changed:
             if self._closed:
@@ -123,6 +127,10 @@ class Decoder:
             "vllm:kv_cache_usage_perc": scheduler.pages.used / scheduler.pages.size,
             "vllm:prefix_cache_hits_total": float(scheduler.reused_tokens),
         }
+
+    def _require_thread(self) -> None:
+        if not self._thread.is_alive():  # also in a process that was forked from the engine's
+            raise RuntimeError("the engine's loop does not run in this process, or has ended")
 
     def _note_cancelled(self, request: BatchedRequest, done: "Future[str]") -> None:
         if done.cancelled():
@@ -150,6 +158,7 @@ class Decoder:
         while True:
             with self._changed:
                 if not (scheduler.running or scheduler.waiting):
+                    self._batch.clear()
                     release_threads()
                     self._changed.wait_for(self._has_messages)
                 scheduler.waiting.extend(self._inbox)
@@ -176,14 +185,18 @@ class Decoder:
     def _load(self, load: Callable[[], None], version: PolicyVersion, done: "Future[None]") -> None:
         if not done.set_running_or_notify_cancel():
             return
+        if version < self.version:  # another thread's update was faster
+            reason = f"version {version} is older than {self.version}, which is served"
+            done.set_exception(ValueError(reason))
+            return
         try:
             load()
         except Exception as error:  # every kind: the caller of the update gets it
-            self._failure = f"the weight update failed: {error}"
-            self._fail_all(self._failure)
+            self.failure = f"the weight update failed: {error}"
+            self._fail_all(self.failure)
             done.set_exception(error)
             return
-        self._failure = ""
+        self.failure = ""
         self.version = version
         if self._recompute:
             self._scheduler.recompute_all()
@@ -193,8 +206,8 @@ class Decoder:
         done.set_result(None)
 
     def _step(self) -> None:
-        if self._failure:
-            self._fail_all(self._failure)
+        if self.failure:
+            self._fail_all(self.failure)
             return
         plan = self._scheduler.plan()
         chunks = plan.all_chunks

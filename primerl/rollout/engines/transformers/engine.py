@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import operator
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,9 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 STOP_S = 30.0
 # The least number of tokens that a forward pass may process.
 STEP_TOKENS = 512
-# The share of the free memory that the cache takes, unless its size is given.
-CACHE_SHARE = 0.3
+# The share of the free memory that the cache takes, unless its size is given. The rows of decoding
+# requests can take twice as much again.
+CACHE_SHARE = 0.15
 
 
 class TransformersEngine:
@@ -68,7 +70,7 @@ class TransformersEngine:
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
         cache_tokens: capacity of the KV cache, in tokens. None: as many as ``max_concurrent``
-            requests can have, or as fit into 30% of the free memory.
+            requests can have, or as fit into 15% of the free memory.
         version: the version of the model's weights: 0, or the step from which a run resumes.
         seed: the seed of all requests that have none of their own; None draws one.
         routes: the store for the expert routes of completions, for router replay. Greedy
@@ -103,6 +105,8 @@ class TransformersEngine:
         require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent is {max_concurrent}, expected at least 1")
         if cache_tokens is not None and cache_tokens < 2:
             raise ValueError(f"cache_tokens is {cache_tokens}, expected at least 2")
         if (routes is None) != (capture is None):
@@ -129,6 +133,7 @@ class TransformersEngine:
         self._cache_tokens = self._most_tokens() if cache_tokens is None else cache_tokens
         self._keys = RequestKeys(secrets.randbits(64) if seed is None else seed)
         self._version = version
+        self._failure = ""
         self.routes = routes
         """The store of expert routes; None if routes are not recorded."""
         self._capture = capture
@@ -164,9 +169,11 @@ class TransformersEngine:
         """Start serving; ``with`` calls this, and closes the engine at its end.
 
         Raises:
-            RuntimeError: the cache does not fit into memory.
+            RuntimeError: the cache does not fit into memory, or the engine is already running.
         """
         refuse_inference_mode()
+        if self._decoder is not None:
+            raise RuntimeError("the engine is already running")
         with ExitStack() as on_failure:
             if self._capture is not None:
                 self._recorder = BatchRoutes(self._model, self._capture)
@@ -188,6 +195,7 @@ class TransformersEngine:
             max_step_tokens=max(STEP_TOKENS, self._max_concurrent),
             recompute=self._recompute,
             version=self.version,
+            failure=self._failure,
             routes=self._recorder,
         )
         self._decoder.start()
@@ -198,8 +206,8 @@ class TransformersEngine:
         decoder, self._decoder = self._decoder, None
         if decoder is None:
             return
-        self._version = decoder.version
         decoder.close(STOP_S)
+        self._version, self._failure = decoder.version, decoder.failure
         if self._recorder is not None:
             self._recorder.close()
 
@@ -225,7 +233,7 @@ class TransformersEngine:
             ValueError: the request exceeds the context.
             RuntimeError: the engine is not running, or generation failed.
         """
-        prompt = [int(token) for token in prompt_ids]
+        prompt = [operator.index(token) for token in prompt_ids]
         self._check(prompt, params)
         decoder = self._running()
         recorded = self.routes is not None and params.temperature > 0

@@ -134,7 +134,7 @@ class DecodingRows:
         table = np.zeros((len(requests), longest), np.int64)
         for row, request in enumerate(requests):
             table[row, : len(request.pages)] = [page.index for page in request.pages]
-        pages = torch.from_numpy(table)
+        pages = torch.from_numpy(table).to(self._cache.layers[0].device)
         tokens = min(longest * PAGE_TOKENS, self.room)
         for number, layer in enumerate(self.layers):
             found = self._cache.gather(number, pages)

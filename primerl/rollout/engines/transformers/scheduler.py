@@ -161,7 +161,9 @@ class Scheduler:
     def recompute_all(self) -> None:
         """Forget all keys and values; the running requests are computed again, first of all."""
         self.waiting.extendleft(reversed(self.running))
-        for request in self.running:
+        for request in self.waiting:
+            if request.routes is not None and not request.logprobs:
+                request.routes = RequestRoutes()  # nothing was sampled from those so far
             self._release(request, keep=False)
         self.running.clear()
         self.pages.forget()

@@ -96,6 +96,13 @@ def test_draws_against_numpy(columns, seed, scale, u):
     assert logprob == pytest.approx(math.log(p[token]), abs=2e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e-46, 1e-37, 1e-9])
+def test_the_lowest_temperatures_take_the_likeliest_token(temperature):
+    tokens, logprobs = draw([1.0, 90.0, 89.0], [0.001, 0.999], temperature=temperature)
+    assert tokens == [1, 1]
+    assert logprobs == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_row_that_is_not_numbers_has_no_logprob_and_spoils_no_other(bad):
     logits = torch.tensor([[0.0, bad], [0.0, 0.0]])

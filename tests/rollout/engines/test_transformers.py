@@ -539,6 +539,28 @@ def test_shared_weights_change_between_two_steps():
             )
 
 
+def test_an_update_in_place_ends_with_the_engine():
+    """It does not wait for its time limit."""
+    engine = rollout.TransformersEngine(wide_model("qwen3"), share_weights=True)
+    busy = threading.Event()
+
+    def change():
+        with engine.update_in_place(version=1):
+            raise AssertionError("the engine was closed")
+
+    with engine, ThreadPoolExecutor(1) as pool:
+        decoder = engine._decoder
+        decoder.update(lambda: busy.wait(30) and None, 0)
+        change_it = pool.submit(change)
+        while not decoder._updates:
+            time.sleep(0.001)
+        with decoder._changed:
+            decoder._closed = True
+        busy.set()
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            change_it.result(30)
+
+
 def test_weights_in_another_dtype_cannot_be_shared():
     with pytest.raises(ValueError, match="can't be shared in torch.bfloat16"):
         rollout.TransformersEngine(wide_model(), dtype=torch.bfloat16, share_weights=True)

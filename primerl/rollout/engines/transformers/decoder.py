@@ -1,5 +1,6 @@
 """The loop of the embedded engine: one forward pass after another, with updates in between."""
 
+import inspect
 import logging
 import math
 import threading
@@ -63,9 +64,8 @@ class Decoder:
         self.version = version
         self.failure = failure
         """Why the weights can't be used: a failed update may have changed some of them."""
-        self.steps = 0
-        """How many forward passes have been computed."""
         self._model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._device = next(model.parameters()).device
         self._cache = cache
         self._scheduler = Scheduler(
@@ -236,7 +236,6 @@ class Decoder:
         if self._routes is not None:
             self._record(plan, chunks, self._routes)
         self._scheduler.advance(plan)
-        self.steps += 1
         if ends:
             self._sample(logits, [chunks[index].request for index in ends])
 
@@ -256,16 +255,21 @@ class Decoder:
         wanted = [last[index] for index in ends] or [0]
         wanted += wanted[-1:] * max(0, LEAST_ROWS - len(wanted))
         with torch.inference_mode(), attending(step):
+            inputs = self._tensor([tokens]), self._tensor([positions]), self._tensor(wanted)
+            return self._logits(*inputs)
+
+    def _logits(self, token_ids: Tensor, position_ids: Tensor, wanted: Tensor) -> Tensor:
+        """Return the logits of the ``wanted`` rows, float32."""
+        if self._keeps_logits:
             output = self._model(
-                input_ids=self._tensor([tokens]),
-                position_ids=self._tensor([positions]),
-                logits_to_keep=self._tensor(wanted),
+                input_ids=token_ids,
+                position_ids=position_ids,
+                logits_to_keep=wanted,
                 use_cache=False,
             )
-        logits: Tensor = output.logits[0].float()
-        if len(logits) != len(wanted):  # the model has no logits_to_keep
-            logits = logits[self._tensor(wanted)]
-        return logits
+            return output.logits[0].float()  # type: ignore[no-any-return]
+        output = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False)
+        return output.logits[0, wanted].float()  # type: ignore[no-any-return]
 
     def _sample(self, logits: Tensor, requests: Sequence[BatchedRequest]) -> None:
         padding = [requests[-1]] * (len(logits) - len(requests))

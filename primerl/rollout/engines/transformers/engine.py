@@ -279,8 +279,13 @@ class TransformersEngine:
         try:
             future.result(timeout_s)
         except TimeoutError:
+            if future.done():  # loading raised it
+                raise
             future.cancel()
-            raise RuntimeError(f"the weight update took longer than {timeout_s:.0f} s") from None
+            raise RuntimeError(
+                f"the weight update took longer than {timeout_s:g} s; if loading has begun, it "
+                "will still take effect"
+            ) from None
 
     @contextmanager
     def update_in_place(self, *, version: int, timeout_s: float = 600.0) -> Iterator[None]:
@@ -309,10 +314,11 @@ class TransformersEngine:
                 raise RuntimeError("the weights were being changed in place when an error occurred")
 
         future = self._running().update(wait, version)
-        if not waiting.wait(timeout_s):
-            future.cancel()
-            changed.set()
-            raise RuntimeError(f"the engine's step took longer than {timeout_s:.0f} s")
+        future.add_done_callback(lambda _: waiting.set())  # the engine was closed, or refused it
+        if not waiting.wait(timeout_s) and future.cancel():
+            raise RuntimeError(f"the engine's step took longer than {timeout_s:g} s")
+        if future.done():
+            future.result()
         try:
             yield
             failed = False

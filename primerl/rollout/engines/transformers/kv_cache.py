@@ -55,7 +55,7 @@ class PagedCache:
 
     Args:
         shapes: the shape of each layer.
-        pages: the number of pages; page 0 takes what is computed for nobody.
+        pages: the number of pages, without page 0, which stays empty and fills up shorter tables.
 
     Raises:
         MemoryError: they don't fit into the memory.

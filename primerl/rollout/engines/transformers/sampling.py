@@ -12,6 +12,8 @@ from primerl.types import SamplingParams
 
 # Columns that are summed at a time when a token is drawn.
 BLOCK = 256
+# Below it, a temperature would be 0 in float32.
+LEAST_TEMPERATURE = 1e-37
 # How many kinds of request are counted, to tell equal ones apart.
 COUNTED = 65_536
 
@@ -77,17 +79,16 @@ def sample_tokens(
     """
     device = logits.device
     greedy = torch.tensor([one.temperature == 0 for one in params], device=device)
-    temperatures = torch.tensor([one.temperature or 1.0 for one in params], device=device)
-    scaled = logits / temperatures.unsqueeze(1)
+    temperatures = [max(one.temperature, LEAST_TEMPERATURE) for one in params]
+    highest, likeliest = logits.max(dim=1, keepdim=True)
+    scaled = (logits - highest) / torch.tensor(temperatures, device=device).unsqueeze(1)
     limited = [row for row, one in enumerate(params) if _is_limited(one)]
     if limited:
         rows = torch.tensor(limited, device=device)
         scaled[rows] = _limit(scaled[rows], [params[row] for row in limited])
-    highest, likeliest = scaled.max(dim=1)
-    weights = (scaled - highest.unsqueeze(1)).exp_()
-    drawn, total = _draw(weights, uniforms)
-    tokens = torch.where(greedy, likeliest, drawn)
-    logprobs = (scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - highest) - total.log()
+    drawn, total = _draw(scaled.exp(), uniforms)
+    tokens = torch.where(greedy, likeliest.squeeze(1), drawn)
+    logprobs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - total.log()
     unusable = ~torch.isfinite(total)
     logprobs = logprobs.masked_fill(greedy, 0.0).masked_fill(unusable, float("nan"))
     return tokens, logprobs.float()

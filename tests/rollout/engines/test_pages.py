@@ -176,6 +176,20 @@ def test_after_an_update_no_page_of_older_weights_is_found(recompute):
     assert {weights for _, weights in found} == {1}
 
 
+def test_a_page_with_keys_of_two_versions_is_not_found():
+    """Its first page is filled after an update that kept the cache."""
+    model = FakeModel(pages=64, max_step_tokens=512)
+    running = request([1] * 5, max_tokens=60)
+    model.submit(running)
+    for _ in range(5):
+        model.step()
+    model.scheduler.forget_prefixes()
+    model.run()
+
+    found = model.scheduler.pages.find(running.tokens)
+    assert (found.pages, found.partial, found.pending) == ([], None, False)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(data):

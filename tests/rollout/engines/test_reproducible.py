@@ -68,6 +68,20 @@ def test_requests_draw_the_same_alone_together_in_other_orders_and_through_evict
             assert again[n][1] == pytest.approx(together[n][1], abs=1e-5)
 
 
+def test_every_forward_pass_has_the_rows_that_round_alike():
+    """With fewer than four, products of matrices round differently."""
+    rows, scored = [], []
+
+    def note(module, arguments, inputs):
+        rows.append(inputs["input_ids"].shape[1])
+        scored.append(len(inputs["logits_to_keep"]))
+
+    with rollout.TransformersEngine(wide_model("qwen3"), seed=0) as engine:
+        engine._model.register_forward_pre_hook(note, with_kwargs=True)
+        asyncio.run(engine.generate([5, 6], SamplingParams(max_tokens=5)))
+    assert rows == scored == [4] * 5
+
+
 def test_the_seed_of_a_request_determines_its_tokens():
     model = wide_model("qwen3")
     seeded = SamplingParams(max_tokens=20, seed=3)

@@ -52,10 +52,10 @@ class Args:
     endpoint: str | None = None
     #: model folder or Hugging Face hub id; with --endpoint, a model name that the endpoint knows
     model: str | None = attrs.field(default=None, validator=model_or_endpoint)
-    #: sample in this process, or start a vLLM server
-    engine: Literal["transformers", "vllm"] = "transformers"
+    #: sample in this process, or start a vLLM server: the default on a GPU where vLLM is installed
+    engine: Literal["transformers", "vllm"] = attrs.field(factory=serving.default_engine)
     #: URLs of vLLM servers that are already running
-    engine_urls: tuple[str, ...] = ()
+    engine_urls: tuple[str, ...] = attrs.field(default=(), validator=track.urls)
     #: arguments of the vLLM server to start, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
     #: dtype in which the engine computes, by default the fastest on this machine
@@ -72,6 +72,8 @@ class Args:
     temperature: float = attrs.field(default=1.0, validator=number(at_least=0))
     #: minimum reward of a rollout that passes
     passing_reward: float = attrs.field(default=1.0, validator=number(above=0))
+    #: lowest and highest possible reward; 0 1 if all rewards are between 0 and 1, else unknown
+    reward_bounds: tuple[float, float] | None = None
     #: number of rollouts in flight
     concurrency: int = attrs.field(default=64, validator=number(at_least=1))
     #: number of retries after a rollout fails
@@ -90,6 +92,12 @@ class Args:
     resume: str | None = attrs.field(default=None, validator=track.instead_of("run_dir"))
     #: with --resume, repeat the rollouts that ended with an error
     retry_errors: bool = False
+
+
+def check(args: Args) -> None:
+    """Refuse a model that does not exist, before anything is loaded."""
+    if args.endpoint is None:
+        track.require_model(args.model, flag="--model")
 
 
 def extras(args: Args) -> list[str]:
@@ -121,6 +129,7 @@ def open_engine(args: Args) -> Iterator[tuple[Any, Any]]:
         with rollout.ChatEndpoint(args.endpoint, model=args.model) as engine:
             yield engine, None
     elif args.engine_urls or args.engine == "vllm":
+        print("sampling with vLLM")
         settings = {"dtype": args.dtype} | args.vllm
         started = contextlib.nullcontext(args.engine_urls)
         if not args.engine_urls:
@@ -169,12 +178,14 @@ def main(args: Args) -> None:
                 log.add(evaluation.Record.of(played, environment=name).as_line())
 
         records = [evaluation.Record.parse(line) for line in log.records]
-        scores = evaluation.scores(records, passing_reward=args.passing_reward)
+        scores = evaluation.scores(
+            records, passing_reward=args.passing_reward, bounds=args.reward_bounds
+        )
         summary = {"scores": {name: attrs.asdict(one) for name, one in scores.items()}}
         comparison = {}
         if earlier:
             others = [evaluation.Record.parse(line) for line in earlier]
-            comparison = evaluation.compare_records(others, records)
+            comparison = evaluation.compare_records(others, records, bounds=args.reward_bounds)
             summary["against"] = args.against
             summary["comparison"] = {name: attrs.asdict(one) for name, one in comparison.items()}
         log.finish(summary)
@@ -190,4 +201,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__, extras=extras))
+    main(track.command_line(Args, description=__doc__, extras=extras, check=check))

@@ -3,9 +3,12 @@
     python recipes/sft.py --model MODEL --data chats.jsonl traces/ --steps 200
 
 The data are JSONL or Parquet files, or folders of such files, with rows of the form
-``{"messages": [...], "tools": [...]}``. All files are shuffled together; with ``--shares 3 1``, two
-paths are sampled in the proportion 3 to 1. ``RUN_DIR/final`` is the resulting model, which
-``async_grpo.py --model`` can load. With ``--env``, rollouts in an environment evaluate the model.
+``{"messages": [...], "tools": [...]}``; with ``--convert``, also ShareGPT, prompts with
+completions, and others. A conversation that says something which would be neither trained nor shown
+to the model is refused by file and line, or left out with ``--skip-bad``. All files are shuffled
+together; with ``--shares 3 1``, two paths are sampled in the proportion 3 to 1. ``RUN_DIR/final``
+is the resulting model, which ``async_grpo.py --model`` can load. With ``--env``, rollouts in an
+environment evaluate the model.
 
 To adapt the script, copy this file and edit it: ``draw_samples`` makes the batch, ``objective`` is
 the loss. On 8 GPUs, start it with ``torchrun --nproc-per-node 8``. Ctrl-C and SIGTERM save a
@@ -14,7 +17,6 @@ checkpoint; ``--resume RUN_DIR`` continues with the next batch, on any number of
 
 import contextlib
 import math
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -43,8 +45,12 @@ from primerl.track import number
 from primerl.types import Rollout, SamplingParams, TrainingSample
 
 # A resumed run must keep these arguments: they determine the order of the data, or the checkpoint
-# depends on them.
-FIXED = ("model", "data", "seed", "batch_size", "max_tokens", "replies", "too_long", "lora_rank")
+# depends on them. The files of --data may move: the stream compares their contents.
+FIXED = (
+    *("model", "shares", "convert", "skip_bad", "seed", "batch_size", "max_tokens", "replies"),
+    *("too_long", "lora_rank"),
+)
+LEFT_OUT = "left_out.txt"
 
 
 @attrs.frozen
@@ -59,6 +65,11 @@ class Args:
     shares: tuple[float, ...] = ()
     #: files and folders of held-out conversations
     eval_data: tuple[str, ...] = ()
+    #: convert rows in other formats, such as ShareGPT or a prompt and a completion, to messages
+    convert: bool = False
+    #: leave out conversations that can't be trained as they are, instead of ending; the metric
+    #: left_out counts them, left_out.txt in the run's folder names them
+    skip_bad: bool = False
     #: environment of the verifiers library, to evaluate the model in
     env: str | None = None
     #: number of tasks from the environment: the first ones, which are sampled greedily
@@ -101,6 +112,8 @@ class Args:
     eval_every: int = attrs.field(default=50, validator=number(at_least=0))
     #: steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=100, validator=number(at_least=0))
+    #: project of Weights & Biases that gets the metrics, too; offline without an API key
+    wandb: str | None = None
     #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     #: folder of the run to resume
@@ -116,15 +129,33 @@ def extras(args: Args) -> list[str]:
         needed.append("lora")
     paths = [Path(path) for path in (*args.data, *args.eval_data)]
     files = [file for path in paths for file in (path.iterdir() if path.is_dir() else [path])]
-    if any(file.suffix == ".parquet" for file in files):
+    if any(file.suffix.lower() == ".parquet" for file in files):
         needed.append("data")
+    if args.wandb:
+        needed.append("wandb")
     return needed
 
 
-def open_stream(args: Args) -> rollout.TaskStream:
+def open_data(*paths: str, args: Args, left_out: data.LeftOut | None = None) -> data.Conversations:
+    """Open files of conversations, and add those that are left out to ``left_out``."""
+    skip_bad = left_out is not None
+    conversations = data.Conversations(*paths, convert=args.convert, skip_bad=skip_bad)
+    if left_out is not None:
+        for error in conversations.bad:
+            left_out.add(error)
+    if conversations.unread:
+        keys = ", ".join(sorted(conversations.unread))
+        print(f"{', '.join(paths)}: these keys of messages are not read: {keys}")
+    if conversations.unread_files:
+        print("these files and folders are not read:", ", ".join(conversations.unread_files))
+    return conversations
+
+
+def open_stream(args: Args, left_out: data.LeftOut | None = None) -> rollout.TaskStream:
     """Return the stream of training conversations, reshuffled for each epoch."""
     if not args.shares:
-        return rollout.Shuffled(data.Conversations(*args.data), seed=args.seed)
+        conversations = open_data(*args.data, args=args, left_out=left_out)
+        return rollout.Shuffled(conversations, seed=args.seed)
     if len(args.shares) != len(args.data):
         raise ValueError(
             f"--shares has {len(args.shares)} numbers, --data {len(args.data)} paths; expected one "
@@ -133,40 +164,53 @@ def open_stream(args: Args) -> rollout.TaskStream:
     streams = {}
     shares = {}
     for index, path in enumerate(args.data):
-        streams[str(index)] = rollout.Shuffled(data.Conversations(path), seed=args.seed)
+        conversations = open_data(path, args=args, left_out=left_out)
+        streams[str(index)] = rollout.Shuffled(conversations, seed=args.seed)
         shares[str(index)] = args.shares[index]
     return rollout.Mixture(streams, weights=shares)
 
 
-def to_sample(conversation: Any, tokenizer: Any, model: Any, args: Args) -> TrainingSample | None:
-    """Tokenize a conversation and mark the trained tokens; None if it is skipped as too long."""
-    return data.training_sample(
-        conversation,
-        tokenizer,
-        max_tokens=args.max_tokens,
-        stop_token_ids=models.stop_token_ids(model),
-        replies=args.replies,
-        too_long=args.too_long,
-    )
+def to_sample(
+    conversation: Any, tokenizer: Any, model: Any, args: Args, left_out: data.LeftOut | None = None
+) -> TrainingSample | None:
+    """Tokenize a conversation and mark the trained tokens; None if it is skipped or left out."""
+    try:
+        return data.training_sample(
+            conversation,
+            tokenizer,
+            max_tokens=args.max_tokens,
+            stop_token_ids=models.stop_token_ids(model),
+            replies=args.replies,
+            too_long=args.too_long,
+        )
+    except data.ConversationError as error:
+        if left_out is None:
+            raise
+        left_out.add(str(error))
+        return None
 
 
 def draw_samples(
-    stream: rollout.TaskStream | None, tokenizer: Any, model: Any, args: Args
+    stream: rollout.TaskStream | None,
+    tokenizer: Any,
+    model: Any,
+    args: Args,
+    left_out: data.LeftOut | None = None,
 ) -> list[TrainingSample]:
     """Draw the samples of a step. Only rank 0 has a stream; the other ranks get none."""
     samples: list[TrainingSample] = []
     skipped = 0
     while stream is not None and len(samples) < args.batch_size:
         conversation = stream.draw()
-        sample = to_sample(conversation, tokenizer, model, args)
+        sample = to_sample(conversation, tokenizer, model, args, left_out)
         if sample is not None:
             samples.append(sample)
             continue
         skipped += 1
         if skipped == 1000:
             raise ValueError(
-                f"1,000 conversations in a row were too long, such as {conversation['id']}; raise "
-                f"--max-tokens ({args.max_tokens})"
+                f"1,000 conversations in a row were too long or left out, such as "
+                f"{conversation['id']}; raise --max-tokens ({args.max_tokens}), or mend the data"
             )
     return samples
 
@@ -225,10 +269,14 @@ def to_batches(
 
 
 def add_adapters(model: Any, *, rank: int) -> None:
-    """Add low-rank adapters to all linear layers but the head, and freeze all else."""
+    """Add low-rank adapters to all linear layers but the head, and freeze all else.
+
+    In a mixture of experts, its MLPs are left out too.
+    """
     import peft  # pip install '.[lora]'
 
-    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    targets = models.adapter_targets(model)
+    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
     peft.inject_adapter_in_model(adapters, model)
 
 
@@ -262,12 +310,16 @@ def evaluation_loss(
 @track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
-    # To log to Weights & Biases, add track.wandb_sink("project", args) to the sinks.
-    sinks = [track.LiveView("SFT", steps=args.steps)] if world.is_first else []
+    sinks = []
+    if world.is_first:
+        sinks = [track.LiveView("SFT", steps=args.steps), track.wandb_sink(args.wandb, args)]
     parallel.configure_cpu()
     # Rank 0 also reads the data and writes the run folder. It finds broken files before the model
     # loads.
-    stream = open_stream(args) if world.is_first else None
+    left_out = None
+    if args.skip_bad:
+        left_out = data.LeftOut.read(Path(args.resume, LEFT_OUT) if args.resume else None)
+    stream = open_stream(args, left_out) if world.is_first else None
     if args.env is not None:  # find a wrong name before the model loads
         rollout.verifiers(args.env, tokenizer=None)
     model, tokenizer = models.load_pretrained(args.model)
@@ -290,11 +342,9 @@ def main(args: Args) -> None:
             env_tasks, _ = environment.tasks.split(args.env_tasks)
             dtype = getattr(torch, args.dtype)
             opened_engine = rollout.TransformersEngine(model, dtype=dtype, seed=args.seed)
-        if args.resume:
-            stream.restore(saved.get("data"))
         if args.eval_data:
-            conversations = data.Conversations(*args.eval_data)
-            samples = [to_sample(one, tokenizer, model, args) for one in conversations]
+            conversations = open_data(*args.eval_data, args=args, left_out=left_out)
+            samples = [to_sample(one, tokenizer, model, args, left_out) for one in conversations]
             held_out = [sample for sample in samples if sample is not None]
         run = track.Run(
             args.resume or args.run_dir,
@@ -304,6 +354,8 @@ def main(args: Args) -> None:
             steps=args.steps,
             fixed=FIXED,
         )
+        if args.resume:
+            stream.restore(saved.get("data"))
     with opened_engine as engine, run, world:  # the ranks connect
         mesh = parallel.mesh(ep=args.ep, cp=args.cp)
         if args.recompute:
@@ -331,10 +383,12 @@ def main(args: Args) -> None:
                     if transport is not None:
                         transport.publish(step)
                         run.log_evaluation(step, evaluate(engine, environment, env_tasks, args))
-                samples = draw_samples(stream, tokenizer, model, args)
+                samples = draw_samples(stream, tokenizer, model, args, left_out)
                 if step == 0 and world.is_first:
                     text = data.marked_text(samples[0], tokenizer)
-                    print("text between ⟦ and ⟧ is trained:", textwrap.shorten(text, 600))
+                    if len(text) > 1500:
+                        text = f"{text[:500]}\n[…]\n{text[-1000:]}"
+                    print(f"text between ⟦ and ⟧ is trained:\n{text}")
                 tokens = count_trained(samples)
                 total = torch.zeros((), device=world.device)
                 for batch in to_batches(samples, model, mesh, world.device, args):
@@ -353,7 +407,11 @@ def main(args: Args) -> None:
                 metrics["skipped_updates"] = guard.skipped
                 metrics["trained_tokens"] = tokens
                 metrics["tokens"] = sum(len(sample.token_ids) for sample in samples)
+                if left_out is not None:
+                    metrics["left_out"] = len(left_out)
                 run.log(step, metrics=metrics)
+                if left_out is not None and world.is_first:
+                    left_out.write(run.folder / LEFT_OUT)
                 stopping = world.should_stop()
                 if stopping or checkpoints.due(step + 1):
                     checkpoints.save(step + 1, wait=stopping, data=stream, run=run)
@@ -373,4 +431,11 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__, extras=extras))
+    main(
+        track.command_line(
+            Args,
+            description=__doc__,
+            extras=extras,
+            check=lambda args: track.require_model(args.model, flag="--model"),
+        )
+    )

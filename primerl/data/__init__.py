@@ -9,5 +9,7 @@ package does not load torch.
 
 from primerl.data.chat_templates import marked_text, training_sample
 from primerl.data.conversations import Conversations
+from primerl.data.errors import ConversationError
+from primerl.data.left_out import LeftOut
 
-__all__ = ["Conversations", "marked_text", "training_sample"]
+__all__ = ["ConversationError", "Conversations", "LeftOut", "marked_text", "training_sample"]

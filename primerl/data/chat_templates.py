@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import attrs
 import numpy as np
 
+from primerl.data.errors import ConversationError
+from primerl.data.messages import checked_conversation
+from primerl.data.rendering import ChatTemplate
+from primerl.data.tokenization import difference
 from primerl.types import NOT_SAMPLED, TrainingSample
-
-_NEXT_MESSAGE = "next-message-51d0c2e87a"
 
 
 def training_sample(
@@ -25,43 +26,51 @@ def training_sample(
     The tokens are those of a rollout in which the policy had sampled the replies. The chat
     template's text up to a reply is tokenized by itself, then the reply, then the one stop token
     that ends the reply, which is trained too; then follows the text of the next turn. If a template
-    does not allow this exactly, it is refused. At trained tokens, logprobs and versions are 0, and
-    advantages are 1.
+    does not allow this exactly, or leaves out something that the conversation says, the
+    conversation is refused. A reply with ``"weight": 0`` is not trained. At trained tokens,
+    logprobs and versions are 0, and advantages are 1.
 
     Args:
-        conversation: ``messages`` and, optionally, ``tools`` and ``id`` (with which errors begin),
-            as ``Conversations`` returns them.
+        conversation: ``messages`` and, optionally, ``tools``, as a line of a file that
+            ``Conversations`` reads; errors begin with its ``read_from`` and ``id``.
         tokenizer: a Hugging Face tokenizer with a chat template.
         max_tokens: the maximum length of the sequence: the context length of the model.
         stop_token_ids: tokens that end a reply, besides the tokenizer's ``eos_token_id``, as
             ``models.stop_token_ids`` returns them.
         replies: which replies are trained. Templates of reasoning models drop the reasoning of
-            earlier replies, so that only the last reply is rendered as the policy would sample it.
+            earlier replies, so that only the last reply is rendered as the policy would sample it;
+            the messages after the last trained reply are left out.
         too_long: what to do with a longer conversation: raise an error (``raise``), return None
             (``skip``), or keep its first ``max_tokens`` tokens (``cut``; None if they hold no part
             of a reply).
 
     Raises:
-        ValueError: ``replies`` or ``too_long`` is unknown; the conversation is longer than
-            ``max_tokens`` with ``too_long="raise"``, has no reply, or begins with a reply; the
-            tokenizer has no chat template, or the template raises; the template renders earlier
-            messages differently once others follow, renders the prompt differently once the reply
-            follows, leaves out a part of a reply, or ends it without a stop token; or a reply
-            contains a stop token.
+        ValueError: ``replies``, ``too_long`` or ``max_tokens`` is wrong, or the tokenizer has no
+            chat template.
+        ConversationError: the conversation is malformed, is longer than ``max_tokens`` with
+            ``too_long="raise"``, has no reply to train, or begins with a reply; the template
+            raises, renders earlier messages differently once others follow, renders the prompt
+            differently once the reply follows, leaves out or repeats a part of a message or the
+            tools, or ends a reply without a stop token; a reply contains a stop token, or any text
+            a special token of the template; or the tokens say something else than the text.
     """
     if replies not in ("all", "last") or too_long not in ("raise", "skip", "cut"):
         raise ValueError(
             f"replies={replies!r}, too_long={too_long!r}; expected 'all' or 'last', and 'raise', "
             "'skip' or 'cut'"
         )
-    name = str(conversation.get("id", "the conversation"))
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; expected at least 1")
+    name = _name(conversation)
+    checked = checked_conversation(conversation, name)
+    template = ChatTemplate(tokenizer, checked.get("tools"), stop_token_ids)
     try:
-        tokens, mask = _tokens_and_mask(conversation, tokenizer, stop_token_ids, replies)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+        tokens, mask = _tokens_and_mask(checked["messages"], template, replies)
+    except ConversationError as error:
+        raise ConversationError(f"{name}: {error}") from error
     if len(tokens) > max_tokens:
         if too_long == "raise":
-            raise ValueError(
+            raise ConversationError(
                 f"{name}: the conversation has {len(tokens)} tokens, expected at most max_tokens="
                 f"{max_tokens}; raise it up to the model's context, or choose too_long='skip' or "
                 "'cut'"
@@ -79,6 +88,17 @@ def training_sample(
     )
 
 
+def _name(conversation: Any) -> str:
+    """Return what errors begin with: file and line, and the conversation's own id."""
+    if not isinstance(conversation, Mapping):
+        return "the conversation"
+    own = str(conversation.get("id", ""))
+    place = conversation.get("read_from")
+    if place:
+        return f"{place} ({own:.80})" if own and not own.endswith(place) else place
+    return own or "the conversation"
+
+
 def marked_text(
     sample: TrainingSample, tokenizer: Any, *, marks: tuple[str, str] = ("⟦", "⟧")
 ) -> str:
@@ -94,22 +114,27 @@ def marked_text(
 
 
 def _tokens_and_mask(
-    conversation: Mapping[str, Any], tokenizer: Any, stop_token_ids: Iterable[int], replies: str
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate, replies: str
 ) -> tuple[list[int], list[bool]]:
-    template = _Template(tokenizer, conversation.get("tools"), stop_token_ids)
-    messages = conversation["messages"]
     places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
-        raise ValueError("no message has the role 'assistant', so there is nothing to train on")
+        raise ConversationError(
+            "no message has the role 'assistant', so there is nothing to train on"
+        )
+    places = [index for index in places if messages[index].get("weight", 1)]
+    if not places:
+        raise ConversationError("every reply has the weight 0, so there is nothing to train on")
+    if replies == "last":
+        places = places[-1:]
     tokens: list[int] = []
     mask: list[bool] = []
     done = ""  # the text of those tokens
-    for index in places if replies == "all" else places[-1:]:
+    for index in places:
         prompt = template.prompt(messages[:index])
         if not prompt.startswith(done):
-            raise ValueError(
+            raise ConversationError(
                 f"the chat template renders the text before messages[{index}] differently than it "
-                f"did for an earlier reply ({_difference(done, prompt)}), so the policy would have "
+                f"did for an earlier reply ({difference(done, prompt)}), so the policy would have "
                 "seen another conversation; use a template that only appends, or train on "
                 "replies='last'"
             )
@@ -119,131 +144,5 @@ def _tokens_and_mask(
         tokens += between + sampled
         mask += [False] * len(between) + [True] * len(sampled)
         done = prompt + reply.text + reply.stop
+    template.require_all_rendered(messages[: places[-1] + 1], done, trained=places)
     return tokens, mask
-
-
-@attrs.frozen
-class _AssistantTurn:
-    text: str
-    stop: str
-    stop_token_id: int
-
-
-class _Template:
-    """A tokenizer's chat template, with the tools and the stop tokens of a conversation."""
-
-    def __init__(self, tokenizer: Any, tools: Any, stop_token_ids: Iterable[int]) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError("the tokenizer has no chat template; set tokenizer.chat_template")
-        ids = dict.fromkeys((*stop_token_ids, tokenizer.eos_token_id))
-        self._stops = {tokenizer.decode([token]): token for token in ids if token is not None}
-        self._tokenizer = tokenizer
-        self._tools = tools
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render the text that the policy sees before its reply."""
-        if not messages:
-            raise ValueError(
-                "messages[0] has the role 'assistant'; expected a message before a reply"
-            )
-        return self._render(messages, add_generation_prompt=True)
-
-    def reply(
-        self, messages: Sequence[Mapping[str, Any]], index: int, prompt: str
-    ) -> _AssistantTurn:
-        """Render the reply ``messages[index]`` to ``prompt``, and find its stop token."""
-        whole = self._render(messages[: index + 1])
-        if not whole.startswith(prompt):
-            raise ValueError(
-                f"the chat template renders the prompt of messages[{index}] differently when the "
-                f"reply follows ({_difference(prompt, whole)}), so the policy would have seen "
-                "another prompt; use a template whose replies begin with its generation prompt"
-            )
-        text = whole[len(prompt) :]
-        end, stop = self._first_stop(text)
-        if not stop:
-            # Some templates end a reply with the token that starts the next message, as <|user|>.
-            next_message = messages[index + 1 : index + 2] or [_next_message(messages[index])]
-            longer = self._render([*messages[: index + 1], *next_message])
-            end, stop = self._first_stop(longer[len(prompt) :])
-            if not stop or end != len(text) or not longer.startswith(whole):
-                raise ValueError(
-                    f"the chat template ends messages[{index}] with {whole[-20:]!r}, and none of "
-                    f"the stop tokens {sorted(self._stops)} follows; pass stop_token_ids, such as "
-                    "model.generation_config.eos_token_id"
-                )
-        for part in _parts(messages[index]):
-            if self._first_stop(part)[1]:
-                raise ValueError(
-                    f"messages[{index}] contains the stop token {self._first_stop(part)[1]!r}, "
-                    "where a policy would have stopped; remove it"
-                )
-            self._require_rendered(part, messages, index, whole[: len(prompt) + end])
-        return _AssistantTurn(text[:end], stop, self._stops[stop])
-
-    def _require_rendered(
-        self, part: str, messages: Sequence[Mapping[str, Any]], index: int, text: str
-    ) -> None:
-        """Check that a part of ``messages[index]`` is in the last turn of ``text``."""
-        before = self._render(messages[:index])
-        turn = text[_common_prefix(before, text) :]
-        # Compared without white space, which templates strip and add.
-        if "".join(part.split()) not in "".join(turn.split()):
-            raise ValueError(
-                f"the chat template leaves {part!r:.60} of messages[{index}] out of the reply, "
-                f"{turn!r:.120}, so it would not be trained; use a template that renders it, or "
-                "remove it"
-            )
-
-    def _first_stop(self, text: str) -> tuple[int, str]:
-        """Return the index and text of the first stop token in ``text``; (-1, "") if none."""
-        found = [(text.index(stop), stop) for stop in self._stops if stop in text]
-        return min(found, key=lambda place: (place[0], -len(place[1])), default=(-1, ""))
-
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
-    ) -> str:
-        import jinja2  # installed, because transformers needs it to render chat templates
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=self._tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(
-                f"the chat template raised an error for these messages: {error}"
-            ) from error
-        return str(text)
-
-
-def _parts(message: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a reply that its rendering must contain."""
-    parts = [message.get(key) for key in ("content", "reasoning_content", "thinking")]
-    if isinstance(message.get("content"), list):
-        parts += [part.get("text") for part in message["content"] if isinstance(part, Mapping)]
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    parts += [call["name"] for call in calls]
-    return [part for part in parts if isinstance(part, str) and part]
-
-
-def _next_message(reply: Mapping[str, Any]) -> dict[str, str]:
-    role = "tool" if reply.get("tool_calls") else "user"
-    return {"role": role, "content": _NEXT_MESSAGE}
-
-
-def _difference(expected: str, found: str) -> str:
-    """Describe where two texts begin to differ."""
-    same = _common_prefix(expected, found)
-    return f"{expected[same : same + 30]!r} became {found[same : same + 30]!r}"
-
-
-def _common_prefix(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

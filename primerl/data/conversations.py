@@ -4,17 +4,15 @@ import bisect
 import itertools
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-import msgspec
-
-from primerl._common import optional
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_SUFFIXES = (".jsonl", ".parquet")
-_JSON = msgspec.json.Decoder()
+from primerl.data.digests import file_digests
+from primerl.data.errors import ConversationError
+from primerl.data.files import LinesOfJSON, RowsOfParquet, files_in, open_rows, unread_files
+from primerl.data.messages import checked_conversation
+from primerl.data.other_formats import require_messages, to_messages
 
 
 class Conversations(Sequence[dict[str, Any]]):
@@ -26,30 +24,59 @@ class Conversations(Sequence[dict[str, Any]]):
          "tools": [...]}
 
     ``tools`` (schemas for the chat template) and the ``tool_calls`` of an assistant's message are
-    optional; if they are strings of JSON, they are decoded. Other columns are kept. In Parquet, a
-    null means that the key is absent. A conversation without ``"id"`` gets its file and line as id,
-    such as ``"chats.jsonl:17"``. All conversations are checked when the files are opened, so that
-    no error occurs in the middle of a run.
+    optional; if they, or the arguments of a call, are strings of JSON, they are decoded. Content in
+    parts is joined, and reasoning is found under all common keys, or in parts of content (see
+    ``checked_conversation``). A null means that the key is absent, since ``datasets`` writes nulls
+    for the keys of other rows; a null argument that is meant is written in arguments as JSON text.
+    Other columns are kept. ``"read_from"`` is set to the file and line, such as
+    ``"chats.jsonl:17"``; they are also the ``"id"`` of a conversation that has none. All
+    conversations are checked when the files are opened, so that no such error occurs in the middle
+    of a run.
 
     Args:
         paths: files, and folders of such files (which are read in the order of their names).
+        convert: convert rows in other formats, such as ShareGPT, or a prompt and a completion.
+        skip_bad: leave malformed conversations out; their errors are in ``bad``.
+
+    Attributes:
+        bad: the errors of the conversations that were left out.
+        unread: the keys of messages and parts that are neither trained nor shown to the policy.
+        unread_files: the files and folders in the folders that are not read, but for hidden ones.
 
     Raises:
-        ValueError: a path is neither a file of these kinds nor a folder of such files, a file is
-            empty, or a conversation is malformed; the message begins with its file and line.
+        ValueError: a path is neither a file of these kinds nor a folder of such files, a file has
+            no conversation, or a conversation is malformed or says something that would be lost;
+            then the message begins with its file and line.
         ImportError: there are Parquet files, but ``datasets`` is not installed.
     """
 
-    def __init__(self, *paths: str | os.PathLike[str]) -> None:
-        files = list(itertools.chain.from_iterable(_files(Path(path)) for path in paths))
+    def __init__(
+        self, *paths: str | os.PathLike[str], convert: bool = False, skip_bad: bool = False
+    ) -> None:
+        files = list(itertools.chain.from_iterable(files_in(Path(path)) for path in paths))
         if not files:
             raise ValueError("no files of conversations; pass at least one path")
-        self._files = [_open(path) for path in files]
+        self.bad: list[str] = []
+        self.unread: set[str] = set()
+        self.unread_files = [
+            os.path.join(path, name) for path in paths for name in unread_files(Path(path))
+        ]
+        self._convert = convert
+        self._skip_bad = skip_bad
+        self._files = [self._open(path) for path in files]
         # For each file, the index after its last conversation.
         self._ends = list(itertools.accumulate(len(rows) for rows in self._files))
+        self._digests = file_digests(files)
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def digests(self) -> list[tuple[str, str]]:
+        """Return the name of each file and the digest of its bytes when it was opened, in order.
+
+        The streams of ``rollout`` save the digests, and refuse to be restored with other contents.
+        """
+        return list(self._digests)
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -61,164 +88,54 @@ class Conversations(Sequence[dict[str, Any]]):
         place = range(len(self))[index]  # negative indices, and IndexError
         number = bisect.bisect_right(self._ends, place)
         rows = self._files[number]
-        return rows[place - self._ends[number] + len(rows)]
+        try:
+            return self._conversation(rows, place - self._ends[number] + len(rows))
+        except (ConversationError, OSError) as error:
+            self._raise_if_changed(rows, error)
+            raise
 
-
-class _LinesOfJSON:
-    """The conversations of a JSONL file; blank lines are skipped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offsets = array("Q")
-        self._lines = array("Q")
-        offset = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    _conversation(_decode(line, f"{path}:{number}"), f"{path}:{number}")
-                    self._offsets.append(offset)
-                    self._lines.append(number)
-                offset += len(line)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        place = f"{self._path}:{self._lines[index]}"
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[index])
-            return _conversation(_decode(file.readline(), place), place)
-
-
-class _RowsOfParquet:
-    """The conversations of a Parquet file, read from the memory-mapped copy of ``datasets``."""
-
-    def __init__(self, path: Path) -> None:
-        datasets = optional.require("datasets", extra="data")
-        cache = Path(datasets.config.HF_DATASETS_CACHE)
-        if not _can_be_written(cache):
+    def _raise_if_changed(self, rows: LinesOfJSON | RowsOfParquet, error: Exception) -> None:
+        """Raise an error that names the file, if it has changed since it was opened."""
+        if rows.has_changed():
             raise ValueError(
-                f"{path}: datasets copies the Parquet file to {cache}, which is not writable: set "
-                "HF_HOME to a writable folder"
+                f"{rows.path}: the file has been changed or removed since it was opened, so a "
+                f"conversation can't be read any more ({error}); restore it, and resume the run"
+            ) from error
+
+    def _open(self, path: Path) -> LinesOfJSON | RowsOfParquet:
+        rows = open_rows(path)
+        good = array("Q")
+        first = ""
+        for index in range(len(rows)):
+            try:
+                self._conversation(rows, index, self.unread)
+            except ConversationError as error:
+                if not self._skip_bad:
+                    raise ValueError(str(error)) from None
+                first = first or str(error)
+                self.bad.append(str(error))
+                continue
+            good.append(index)
+        if not good:
+            raise ValueError(f"{path}: no conversation is well-formed; the first: {first}")
+        rows.keep(good)
+        return rows
+
+    def _conversation(
+        self, rows: LinesOfJSON | RowsOfParquet, index: int, unread: set[str] | None = None
+    ) -> dict[str, Any]:
+        row = rows.read(index)
+        place = rows.place(index)
+        own = row.get("id") if isinstance(row, Mapping) else None
+        own = None if own == "" else own
+        named = place if own is None else f"{place} ({own!s:.80})"
+        if self._convert:
+            row = to_messages(row, named)
+        else:
+            require_messages(row, named)
+        conversation = checked_conversation(row, named, unread=unread)
+        if not any(message["role"] == "assistant" for message in conversation["messages"]):
+            raise ConversationError(
+                f"{named}: no message has the role 'assistant': there is nothing to train"
             )
-        self._path = path
-        self._rows = datasets.Dataset.from_parquet(str(path))
-        for index in range(len(self)):
-            self[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return _conversation(_without_nulls(self._rows[index]), f"{self._path}, row {index}")
-
-
-def _can_be_written(folder: Path) -> bool:
-    """Create a folder if it is missing, and return whether it is writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        inside = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-        if not inside:
-            raise ValueError(f"{path}: the folder has no files that end in {_kinds()}")
-        yield from inside
-    elif not path.exists():
-        raise ValueError(f"{path}: there is no such file or folder")
-    elif path.suffix not in _SUFFIXES:
-        raise ValueError(f"{path}: expected a file that ends in {_kinds()}, or a folder of them")
-    else:
-        yield path
-
-
-def _kinds() -> str:
-    return " or ".join(_SUFFIXES)
-
-
-def _open(path: Path) -> _LinesOfJSON | _RowsOfParquet:
-    rows = _LinesOfJSON(path) if path.suffix == ".jsonl" else _RowsOfParquet(path)
-    if not len(rows):
-        raise ValueError(f"{path}: the file is empty; expected one conversation per line or row")
-    return rows
-
-
-def _decode(text: bytes | str, place: str) -> Any:
-    try:
-        return _JSON.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: not valid JSON ({error})") from None
-
-
-def _conversation(row: Any, place: str) -> dict[str, Any]:
-    """Check the conversation in a row, add its id, and decode strings of JSON."""
-    messages = row.get("messages") if isinstance(row, Mapping) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"{place}: expected an object with 'messages', a list with at least one message; "
-            f"found {row!r:.80}"
-        )
-    conversation = {
-        "id": place,
-        **row,
-        "messages": [
-            _message(message, f"{place}: messages[{index}]")
-            for index, message in enumerate(messages)
-        ],
-    }
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = conversation["tools"] = _decode(tools, f"{place}: tools")
-    if not isinstance(tools, list | None):
-        raise ValueError(f"{place}: tools is {tools!r:.80}; expected a list of schemas")
-    if not any(message["role"] == "assistant" for message in conversation["messages"]):
-        raise ValueError(f"{place}: no message has the role 'assistant': there is nothing to train")
-    return conversation
-
-
-def _message(message: Any, place: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise ValueError(f"{place} is {message!r:.80}; expected an object with role and content")
-    role = message.get("role")
-    if role not in ROLES:
-        raise ValueError(f"{place}.role is {role!r:.80}; expected one of {', '.join(ROLES)}")
-    content = message.get("content")
-    calls = message.get("tool_calls")
-    if not isinstance(content, str | list) and not (content is None and calls):
-        raise ValueError(f"{place}.content is {content!r:.80}; expected a string")
-    checked = dict(message)
-    if isinstance(calls, str):
-        calls = _decode(calls, f"{place}.tool_calls")
-    if calls is not None:
-        if not isinstance(calls, list):
-            raise ValueError(f"{place}.tool_calls is {calls!r:.80}; expected a list")
-        checked["tool_calls"] = [
-            _tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)
-        ]
-    return checked
-
-
-def _tool_call(call: Any, place: str) -> dict[str, Any]:
-    """Check a tool call, and decode JSON arguments to an object, which chat templates expect."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f"{place} is {call!r:.80}; expected {{'function': {{'name': ..., 'arguments': ...}}}}"
-        )
-    function = dict(function)
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = _decode(function["arguments"], f"{place}.arguments")
-    return {**call, "function": function} if "function" in call else function
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove keys that are null, as Parquet fills keys that only other rows have with null."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
+        return {**conversation, "id": place if own is None else own, "read_from": place}

@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 
 from primerl.evaluation.intervals import (
+    UNBOUNDED,
     Comparison,
     Interval,
     compare,
     mean_interval,
     pass_at_k,
     share_interval,
+    usual_bounds,
 )
 from primerl.types import Outcome, Rollout
 
@@ -117,29 +119,37 @@ class Scores:
 
 
 def scores(
-    records: Iterable[Record], *, passing_reward: float = 1.0, confidence: float = 0.95
+    records: Iterable[Record],
+    *,
+    passing_reward: float = 1.0,
+    bounds: tuple[float, float] | None = None,
+    confidence: float = 0.95,
 ) -> dict[str, Scores]:
     """Return the scores of a policy on each environment, in the order of first appearance.
 
     If a rollout was repeated, the last record counts.
 
     pass@k is given for k of 1, 2, 4 and so on, up to the number of rollouts that every task has.
-    The intervals are those of ``share_interval``, or of ``mean_interval`` for rewards that are not
-    all between 0 and 1.
+    The intervals are those of ``share_interval``, or of ``mean_interval`` for rewards without known
+    bounds.
 
     Args:
         records: records of one or more environments.
         passing_reward: the least reward with which a rollout passes.
+        bounds: the lowest and the highest possible reward, including the 0 of rollouts with an
+            error; by default 0 and 1 if all rewards lie between them, otherwise unknown.
         confidence: the confidence of the intervals.
 
     Raises:
-        ValueError: there are no records.
+        ValueError: there are no records, or a reward is not finite or not within the bounds.
     """
     found = _by_environment(records)
     if not found:
         raise ValueError("there are no rollouts to compute scores from")
     return {
-        name: _scores(name, rollouts, passing_reward=passing_reward, confidence=confidence)
+        name: _scores(
+            name, rollouts, passing_reward=passing_reward, bounds=bounds, confidence=confidence
+        )
         for name, rollouts in found.items()
     }
 
@@ -149,6 +159,7 @@ def compare_records(
     second: Iterable[Record],
     *,
     passing_reward: float | None = None,
+    bounds: tuple[float, float] | None = None,
     confidence: float = 0.95,
 ) -> dict[str, Comparison]:
     """Compare two results as pairs (``compare``), by environment, on the tasks that both have.
@@ -158,17 +169,20 @@ def compare_records(
         second: records of the other policy; differences are second minus first.
         passing_reward: compare the shares of rollouts with at least this reward; by default,
             compare the rewards.
+        bounds: the lowest and the highest possible reward, as for ``scores``.
         confidence: the confidence of the intervals.
 
     Raises:
-        ValueError: the results have no task in common.
+        ValueError: the results have no task in common, or a reward is not finite or not within the
+            bounds.
     """
-    values = [_task_means(records, passing_reward) for records in (first, second)]
+    values = [_task_values(records, passing_reward) for records in (first, second)]
+    bounds = bounds if passing_reward is None else (0.0, 1.0)
     shared = [name for name in values[0] if values[0][name].keys() & values[1].get(name, {}).keys()]
     if not shared:
         raise ValueError("the two results have no task in common, so nothing can be compared")
     return {
-        name: _compare_tasks(values[0][name], values[1][name], confidence=confidence)
+        name: _compare_tasks(values[0][name], values[1][name], bounds=bounds, confidence=confidence)
         for name in shared
     }
 
@@ -185,26 +199,30 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _compare_tasks(
-    first: Mapping[str, float], second: Mapping[str, float], *, confidence: float
+    first: Mapping[str, list[float]],
+    second: Mapping[str, list[float]],
+    *,
+    bounds: tuple[float, float] | None,
+    confidence: float,
 ) -> Comparison:
     tasks = sorted(first.keys() & second.keys())
-    return compare(
-        np.array([first[task] for task in tasks]),
-        np.array([second[task] for task in tasks]),
-        confidence=confidence,
-    )
+    results = [[np.array(result[task]) for task in tasks] for result in (first, second)]
+    means = [np.array([values.mean() for values in result]) for result in results]
+    # The means can lie between 0 and 1 though the values do not.
+    bounds = usual_bounds(np.concatenate(results[0] + results[1])) if bounds is None else bounds
+    return compare(*means, bounds=bounds, confidence=confidence)
 
 
-def _task_means(
+def _task_values(
     records: Iterable[Record], passing_reward: float | None
-) -> dict[str, dict[str, float]]:
-    """Return each task's mean score, or its share of passing rollouts, by environment."""
+) -> dict[str, dict[str, list[float]]]:
+    """Return each task's scores, or for each of its rollouts whether it passed, by environment."""
     return {
         name: {
-            task: _mean(
-                one.score if passing_reward is None else one.passed(passing_reward)
+            task: [
+                float(one.score if passing_reward is None else one.passed(passing_reward))
                 for one in rollouts
-            )
+            ]
             for task, rollouts in _by_task(records).items()
         }
         for name, records in _by_environment(records).items()
@@ -212,7 +230,12 @@ def _task_means(
 
 
 def _scores(
-    name: str, records: Sequence[Record], *, passing_reward: float, confidence: float
+    name: str,
+    records: Sequence[Record],
+    *,
+    passing_reward: float,
+    bounds: tuple[float, float] | None,
+    confidence: float,
 ) -> Scores:
     tasks = _by_task(records).values()
     rewards = np.array([_mean(rollout.score for rollout in rollouts) for rollouts in tasks])
@@ -220,14 +243,16 @@ def _scores(
         [sum(rollout.passed(passing_reward) for rollout in rollouts) for rollouts in tasks]
     )
     samples = np.array([len(rollouts) for rollouts in tasks])
-    bounded = all(0 <= record.score <= 1 for record in records)
-    interval = share_interval if bounded else mean_interval
+    if bounds is None:
+        bounds = usual_bounds(np.array([record.score for record in records], dtype=np.float64))
     ended = [record for record in records if record.error is None]
     return Scores(
         environment=name,
         tasks=len(tasks),
         rollouts=len(records),
-        reward=interval(rewards, confidence=confidence),
+        reward=mean_interval(rewards, confidence=confidence)
+        if bounds == UNBOUNDED
+        else share_interval(rewards, bounds=bounds, confidence=confidence),
         pass_at={
             k: share_interval(pass_at_k(passed, samples, k=k), confidence=confidence)
             for k in _powers_of_two(int(samples.min()))
@@ -245,6 +270,11 @@ def _by_environment(records: Iterable[Record]) -> dict[str, list[Record]]:
     last = {(record.environment, record.task, record.index): record for record in records}
     found: dict[str, list[Record]] = defaultdict(list)
     for record in last.values():
+        if not math.isfinite(record.score):
+            raise ValueError(
+                f"the reward of rollout {record.index} of task {record.task!r} is {record.reward}; "
+                "expected a finite number"
+            )
         found[record.environment].append(record)
     return found
 

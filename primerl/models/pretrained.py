@@ -1,4 +1,4 @@
-"""Loading of Hugging Face model folders, and saving of a whole model or only an adapter."""
+"""Loading and saving of Hugging Face model folders."""
 
 import itertools
 import json
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from primerl._common.adapters import adapter_config, adapter_tensors, write_adapter
 from primerl._common.checkpoint_tensors import (
     Quantizer,
     TensorLayout,
@@ -18,6 +17,7 @@ from primerl._common.checkpoint_tensors import (
     checkpoint_tensors,
 )
 from primerl._common.files import saved_folder
+from primerl._common.model_names import require_model
 from primerl._common.optional import require
 from primerl._common.progress import report
 from primerl._common.ranks import on_first_rank_gathering
@@ -39,19 +39,16 @@ def load_pretrained(
         ValueError: there is no such folder or hub model, or it is not a causal language model.
     """
     transformers = require("transformers", extra="transformers")
+    require_model(model)
     name = os.fspath(model)
     folder = Path(name)
-    if folder.exists():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{name} is not a model folder: it has no config.json")
-    elif folder.is_absolute() or name.startswith(".") or name.count("/") != 1:
-        raise ValueError(f"there is no model folder {name}; pass a folder or a hub id (org/name)")
     report("loading the model", name)
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return loaded, transformers.AutoTokenizer.from_pretrained(name)
     except OSError as error:
-        raise ValueError(f"cannot load the model {name}: {error}") from error
+        where = "" if folder.exists() else f"there is no folder {name} here, and "
+        raise ValueError(f"{where}the model {name} cannot be loaded: {error}") from error
 
 
 def stop_token_ids(model: Any) -> tuple[int, ...]:
@@ -106,35 +103,6 @@ def save_pretrained(
                 _note_quantization(partial / "config.json", quantize.config)
             _write_shards(partial, layout, tensors)
             tokenizer.save_pretrained(partial)
-
-    on_first_rank_gathering(write, tensors)
-
-
-def save_adapters(
-    model: nn.Module, folder: str | os.PathLike[str] | None, *, adapter: str = "default"
-) -> None:
-    """Write a model's adapter as a ``peft`` folder, which vLLM can load too, atomically.
-
-    All ranks call this, because a sharded model is gathered; rank 0 writes.
-
-    Args:
-        model: a model with adapters from ``peft.inject_adapter_in_model``, sharded or not.
-        folder: the folder to write; may be None on ranks other than 0.
-        adapter: the adapter's name.
-
-    Raises:
-        ValueError: the model has no such adapter, rank 0 has no folder, or the folder exists but is
-            not a saved adapter.
-        RuntimeError: on the other ranks, if rank 0 could not write.
-    """
-    config = adapter_config(model, adapter)
-    tensors = adapter_tensors(model, adapter)
-
-    def write() -> None:
-        if folder is None:
-            raise ValueError("folder is None; rank 0 writes the adapter, so pass it a path")
-        with saved_folder(folder, marker="adapter_config.json") as partial:
-            write_adapter(partial, config, dict(tensors))
 
     on_first_rank_gathering(write, tensors)
 

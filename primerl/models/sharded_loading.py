@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,18 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from primerl._common.adapters import has_adapters
 from primerl._common.checkpoint_tensors import SCALES, distinct_tensors
 from primerl._common.files import member
 from primerl._common.optional import require
+from primerl._common.progress import report
 from primerl._common.ranks import local_part
+from primerl._common.waiting import wait_for_all
 from primerl.models.placement import ParameterPart, Region, local_region, pieces
 
 Dequantize = Callable[[Tensor, Tensor], Tensor]
 """``(q, scales) -> values``: converts a quantized matrix and its scales to values."""
 
-logger = logging.getLogger(__name__)
 REPORT_S = 30.0
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -68,7 +69,8 @@ def load_shards(
     """Load a checkpoint into a model, in place; each rank reads only the shards that it holds.
 
     Experts are fused as ``transformers`` does when it loads a checkpoint. Values are converted to
-    the parameters' dtypes. Ranks do not communicate.
+    the parameters' dtypes. Ranks read independently; those of a sharded model then wait, outside of
+    collectives, until all have read theirs.
 
     Args:
         model: a model from ``empty_model``, sharded or not; or any other, whose values are
@@ -86,6 +88,7 @@ def load_shards(
         raise ValueError("the model has adapters; load the checkpoint before peft adds adapters")
     if any(tensor.is_meta for tensor in distinct_tensors(model).values()):
         _materialize(model, torch.device(device))
+    report("loading the model", os.fspath(folder))
     with _Checkpoint(Path(folder)) as checkpoint:
         plan, tensors = pieces(model), distinct_tensors(model)
         missing = sorted(
@@ -102,7 +105,9 @@ def load_shards(
                 _fill(name, tensors[name], piece, checkpoint, dequantize)
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
-                logger.info("%s: loaded %d of %d parameters", folder, done + 1, len(plan))
+                report("loading the model", f"{folder}, {done + 1}/{len(plan)} parameters")
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        wait_for_all(f"the end of loading {folder} on all ranks")
 
 
 @torch.no_grad()

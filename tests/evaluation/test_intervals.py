@@ -1,7 +1,7 @@
 """pass@k, intervals and comparisons: exact values, and how often intervals hold the truth."""
 
 from itertools import combinations
-from math import sqrt
+from math import lgamma, sqrt
 
 import numpy as np
 import pytest
@@ -90,7 +90,23 @@ def test_values_that_have_no_interval():
         evaluation.share_interval(np.array([0.5, 1.5]))
     with pytest.raises(ValueError, match="confidence is 95"):
         evaluation.share_interval(np.array([0.5]), confidence=95)
-    assert evaluation.mean_interval(np.array([1.0])).high == np.inf
+    for bounds in ((1.0, 0.0), (0.0, np.inf), (0.0, np.nan)):
+        with pytest.raises(ValueError, match="expected two finite numbers, low first"):
+            evaluation.share_interval(np.array([0.5]), bounds=bounds)
+
+
+@pytest.mark.parametrize("values", [[1.0], [-1.0] * 3, [0.1] * 3])
+def test_values_without_spread_say_nothing_about_their_mean(values):
+    interval = evaluation.mean_interval(np.array(values))
+    assert (interval.low, interval.high) == (-np.inf, np.inf)
+
+
+def test_the_interval_of_scaled_values_is_scaled():
+    values = np.array([0.0, 0.25, 1.0, 0.5])
+    share = evaluation.share_interval(values)
+    scaled = evaluation.share_interval(4 * values - 1, bounds=(-1.0, 3.0))
+    for name in ("mean", "low", "high"):
+        assert getattr(scaled, name) == pytest.approx(4 * getattr(share, name) - 1)
 
 
 @pytest.mark.parametrize("tasks", [10, 30, 100])
@@ -119,6 +135,133 @@ def test_intervals_narrow_with_tasks_and_with_samples():
 
     assert width(400, 1) == pytest.approx(width(100, 1) / 2, rel=0.1)
     assert width(400, 16) < width(400, 1) / 3
+
+
+def pairs(both, first_only, second_only, neither):
+    """Two results with one sample of each task, from the counts of the four outcomes."""
+    counts = [both, first_only, second_only, neither]
+    return np.repeat([1.0, 1.0, 0.0, 0.0], counts), np.repeat([1.0, 0.0, 1.0, 0.0], counts)
+
+
+# Bonett and Price's estimate and standard error: the example of ci.prop.ps in R's statpsych, and
+# the formula with the counts of an example of Fagerland, Lydersen and Laake.
+BONETT_PRICE = [
+    ((6, 4, 26, 12), 0.44, 0.09448809),
+    ((1, 7, 1, 12), -6 / 23, np.sqrt((2 + 8) / 23 - (6 / 23) ** 2) / np.sqrt(23)),
+]
+
+
+@pytest.mark.parametrize(("counts", "center", "error"), BONETT_PRICE)
+def test_with_one_sample_per_task_a_difference_has_the_interval_of_bonett_and_price(
+    counts, center, error
+):
+    comparison = evaluation.compare(*pairs(*counts))
+    tasks = sum(counts)
+    t = evaluation.intervals.student_quantile(0.975, freedom=tasks + 1)
+    half = t * error * np.sqrt((tasks + 2) / (tasks + 1))  # the sample variance, for few tasks
+    assert comparison.low == pytest.approx(center - half, abs=1e-7)
+    assert comparison.high == pytest.approx(center + half, abs=1e-7)
+
+
+def test_the_interval_of_differences_by_hand():
+    interval = evaluation.difference_interval(np.array([0.5, 0.0, 0.25, 0.25]))
+    # 0.5, 0, 0.25, 0.25, 1 and -1: their mean is 1 / 6, and t with 5 degrees of freedom is 2.5706.
+    half = 2.5706 * sqrt((2.375 - 1 / 6) / 5) / sqrt(6)
+    assert interval.mean == 0.25
+    assert interval.low == pytest.approx(1 / 6 - half, rel=0.01)
+    assert interval.high == pytest.approx(1 / 6 + half, rel=0.01)
+    with pytest.raises(ValueError, match="between -1 and 1"):
+        evaluation.difference_interval(np.array([1.5]))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_equal_results_leave_room(rate):
+    """Other tasks may differ: not one of 20 was solved by only one result, so up to 14% may be."""
+    results = np.full(20, rate)
+    comparison = evaluation.compare(results, results)
+    assert comparison.difference == 0
+    assert comparison.high == -comparison.low == pytest.approx(2.08 * sqrt(2 / 21 / 22), rel=0.01)
+    assert comparison.p_value == 1
+
+
+def test_one_task_says_almost_nothing():
+    comparison = evaluation.compare(np.array([0.0]), np.array([1.0]))
+    assert (comparison.low, comparison.high, comparison.p_value) == (-1.0, 1.0, 1.0)
+
+
+RATES = st.floats(0, 1)
+
+
+@given(st.lists(st.tuples(RATES, RATES), min_size=1, max_size=12), RATES)
+def test_intervals_of_differences_hold_their_mean_and_are_symmetric(results, confidence):
+    first, second = np.array(results).T
+    here, there = evaluation.compare(first, second), evaluation.compare(second, first)
+    assert -1 <= here.low < here.difference + 1e-9
+    assert here.difference - 1e-9 < here.high <= 1
+    assert (there.low, there.high) == (pytest.approx(-here.high), pytest.approx(-here.low))
+    assert there.difference == pytest.approx(-here.difference)
+    twice = evaluation.compare(np.tile(first, 2), np.tile(second, 2))
+    assert twice.high - twice.low <= here.high - here.low
+    scaled = evaluation.compare(10 * first - 5, 10 * second - 5, bounds=(-5.0, 5.0))
+    assert scaled.low == pytest.approx(10 * here.low)
+    assert scaled.high == pytest.approx(10 * here.high)
+    if 0 < confidence < 0.95:
+        less = evaluation.compare(first, second, confidence=confidence)
+        assert here.low <= less.low <= less.high <= here.high
+
+
+def test_values_without_known_bounds_are_compared_by_students_interval():
+    first, second = np.array([-1.0, 2.0, 7.0]), np.array([0.0, 5.0, 9.0])
+    comparison = evaluation.compare(first, second)
+    interval = evaluation.mean_interval(second - first)
+    assert (comparison.low, comparison.high) == (interval.low, interval.high)
+    assert evaluation.compare(first, second, bounds=(-1.0, 9.0)).low < comparison.low
+    assert evaluation.compare(-np.ones(9), -np.ones(9)).high == np.inf
+    assert evaluation.compare(-np.ones(9), -np.ones(9), bounds=(-1.0, 1.0)).high < 1
+    with pytest.raises(ValueError, match="not all between 0 and 8"):
+        evaluation.compare(first, second, bounds=(0.0, 8.0))
+    with pytest.raises(ValueError, match="finite"):
+        evaluation.compare(np.array([np.nan]), np.array([1.0]))
+
+
+@pytest.mark.parametrize("tasks", [3, 10, 30, 60])
+def test_with_one_sample_per_task_intervals_of_differences_cover_whatever_the_rates(tasks):
+    """Exact: a sum over all numbers of tasks that only the first, or only the second, solves."""
+    outcomes = [(a, b, tasks - a - b) for a in range(tasks + 1) for b in range(tasks + 1 - a)]
+    intervals = [
+        evaluation.difference_interval(np.repeat([-1.0, 1.0, 0.0], outcome)) for outcome in outcomes
+    ]
+    low = np.array([interval.low for interval in intervals])
+    high = np.array([interval.high for interval in intervals])
+    ways = [lgamma(tasks + 1) - sum(lgamma(n + 1) for n in outcome) for outcome in outcomes]
+    for p in (0.001, 0.01, 0.1, 0.3):
+        for q in np.linspace(0.001, 0.99 - p, 200):
+            chance = np.exp(ways + np.array(outcomes) @ np.log([p, q, 1 - p - q]))
+            held = chance[(low <= q - p) & (q - p <= high)].sum()
+            assert held > 0.93, (p, q)
+
+
+@pytest.mark.parametrize("tasks", [3, 10, 30, 100, 200])
+@pytest.mark.parametrize("samples", [1, 4, 16])
+@pytest.mark.parametrize(
+    "rates", [(0.01, 0.01), (0.01, 0.05), (0.5, 0.6), (0.9, 0.98), (0.98, 0.98)]
+)
+def test_intervals_of_differences_hold_the_truth_as_often_as_they_say(tasks, samples, rates):
+    """Tasks that are hard for one are hard for the other; ``tools/interval_coverage.py`` has more.
+
+    Student's interval of the differences covers 2 to 96% here.
+    """
+    rng = np.random.default_rng(0)
+    # The rates of 20,000 tasks, the hardest first, from a beta distribution with the mean p.
+    population = [np.sort(rng.beta(p / 2, (1 - p) / 2, 20_000)) for p in rates]
+    truth = population[1].mean() - population[0].mean()
+    held = 0
+    for _ in range(300):
+        drawn = rng.integers(0, 20_000, tasks)
+        first, second = (rng.binomial(samples, one[drawn]) / samples for one in population)
+        interval = evaluation.difference_interval(second - first)
+        held += interval.low <= truth <= interval.high
+    assert held / 300 >= 0.92  # standard error: 1.3%
 
 
 def test_a_comparison_by_hand():

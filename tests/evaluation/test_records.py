@@ -63,6 +63,46 @@ def test_rewards_beyond_zero_and_one_have_the_other_interval():
     assert found.reward == evaluation.mean_interval(np.array([-1.0, 3.0, 1.0]))
 
 
+def test_rewards_of_stated_bounds_leave_room_where_all_are_equal():
+    rollouts = [record(f"t{n}", reward=-1.0) for n in range(9)]
+    assert evaluation.scores(rollouts)["e"].reward.high == float("inf")
+    found = evaluation.scores(rollouts, bounds=(-1.0, 1.0))["e"].reward
+    assert found == evaluation.share_interval(np.full(9, -1.0), bounds=(-1.0, 1.0))
+    found = evaluation.compare_records(rollouts, rollouts, bounds=(-1.0, 1.0))["e"]
+    assert -2 < found.low < 0 < found.high < 2
+    with pytest.raises(ValueError, match="not all between 0 and 1"):
+        evaluation.scores(rollouts, bounds=(0.0, 1.0))
+    with pytest.raises(ValueError, match="not all between 0 and 1"):
+        evaluation.compare_records(rollouts, rollouts, bounds=(0.0, 1.0))
+
+
+def test_means_between_0_and_1_do_not_hide_rewards_that_are_not():
+    """Each task has the rewards 2 and -1, so bounds of 0 and 1 would be wrong."""
+    rollouts = [
+        record(f"t{n}", index, reward=r) for n in range(3) for index, r in enumerate((2, -1))
+    ]
+    assert evaluation.scores(rollouts)["e"].reward.high == float("inf")
+    assert evaluation.compare_records(rollouts, rollouts)["e"].high == float("inf")
+
+
+def test_results_with_other_numbers_of_samples_and_other_tasks_are_compared_by_task():
+    first = [record("a", n, reward=float(n == 0)) for n in range(4)] + [record("b", reward=1.0)]
+    second = [record("a", reward=1.0), record("b", 0, reward=0.0), record("b", 1, reward=1.0)]
+    found = evaluation.compare_records(first, [*second, record("c", reward=0.0)])["e"]
+    assert (found.tasks, found.difference) == (2, pytest.approx((0.75 - 0.5) / 2))
+    interval = evaluation.difference_interval(np.array([0.75, -0.5]))
+    assert (found.low, found.high) == (interval.low, interval.high)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused_by_its_task(reward):
+    rollouts = [record("fine", reward=1.0), record("broken", 3, reward=reward)]
+    with pytest.raises(ValueError, match="rollout 3 of task 'broken' is"):
+        evaluation.scores(rollouts)
+    with pytest.raises(ValueError, match="rollout 3 of task 'broken' is"):
+        evaluation.compare_records(rollouts, rollouts)
+
+
 def test_of_a_play_that_was_repeated_the_last_one_counts():
     rollouts = [record("a", error="KeyError"), record("b"), record("a", reward=1.0)]
     found = evaluation.scores(rollouts)["e"]

@@ -75,8 +75,6 @@ def test_the_folder_can_be_loaded_by_peft(tmp_path):
 def test_what_cannot_be_merged_or_saved_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a plain, unmerged LoRA"):
         dict(models.checkpoint_tensors(adapted(use_dora=True)))
-    with pytest.raises(ValueError, match=r"layers.0.mlp.experts is not a plain, unmerged LoRA"):
-        dict(models.checkpoint_tensors(adapted("qwen3_moe", target_modules=["down_proj"])))
     with pytest.raises(ValueError, match="has no adapter 'default'; its adapters: none. Add one"):
         models.save_adapters(testing.tiny_model("qwen3"), tmp_path / "adapter")
     with pytest.raises(ValueError, match="folder is None"):

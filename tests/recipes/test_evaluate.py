@@ -157,7 +157,9 @@ def test_two_results_are_compared_on_the_same_tasks(recipe, tmp_path, capsys):
         recipe.main(
             recipe.Args(**args, run_dir=str(tmp_path / "after"), against=str(tmp_path / "before"))
         )
-    result = summary(tmp_path / "after")
+        result = summary(tmp_path / "after")
+        again = {"resume": str(tmp_path / "after"), "against": str(tmp_path / "before")}
+        recipe.main(recipe.Args(**args, **again, reward_bounds=(-1.0, 1.0)))
     found = result["comparison"]["reverse-words"]
     rewards = {
         name: {one["task"]: one["reward"] for one in track.read_evaluation(tmp_path / name)}
@@ -168,6 +170,9 @@ def test_two_results_are_compared_on_the_same_tasks(recipe, tmp_path, capsys):
     assert found["difference"] > 0.5
     assert found["p_value"] < 0.001
     assert result["against"] == str(tmp_path / "before")
+    wider = summary(tmp_path / "after")["comparison"]["reverse-words"]
+    assert wider["difference"] == found["difference"]
+    assert wider["low"] < found["low"] < found["high"] <= 1 < wider["high"]
     assert "compared with" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import shutil
 import subprocess
 import sys
 
@@ -222,16 +223,86 @@ def test_a_finished_run_is_extended_to_what_a_longer_one_is(root, folder, tmp_pa
     assert checkpoint.last_good(run).step == 4
 
 
-def test_adapters_alone_are_trained_and_saved_in_the_weights(root, folder, tmp_path):
+@pytest.fixture(scope="module")
+def stopped(root, folder):
+    """A run of two files that took two steps, and a function that resumes it with other flags."""
+    train = folder / "before"
+    train.mkdir()
+    for name, seed in (("a", 2), ("b", 3)):
+        write_conversations(train / f"{name}.jsonl", 20, seed=seed)
+    run = folder / "stopped"
+    words = ["--model", folder / "llama", "--data", train / "a.jsonl", train / "b.jsonl"]
+    words += ["--steps", 2, "--batch-size", 4, "--max-tokens", 128, "--dtype", "float32"]
+    recipe = root / "recipes/sft.py"
+    check_ended(forked_ranks(recipe, *words, "--run-dir", run, ranks=1, cwd=folder))
+
+    def resume(*words):
+        return forked_ranks(recipe, "--resume", run, "--steps", 3, *words, ranks=1, cwd=folder)
+
+    return run, resume
+
+
+def test_a_run_is_not_resumed_with_other_data_or_shares(folder, stopped):
+    run, resume = stopped
+    begun = lines(run)
+    changed = resume("--shares", 3, 1)
+    assert changed.returncode != 0
+    assert "was started with shares=[], and is resumed with shares=[3.0, 1.0]" in changed.stderr
+
+    edited = folder / "edited"
+    shutil.copytree(folder / "before", edited)
+    text = (edited / "b.jsonl").read_text()
+    (edited / "b.jsonl").write_text(text.replace("reverse", "esrever", 1))
+    changed = resume("--data", edited)
+    assert changed.returncode != 0
+    assert "b.jsonl has changed. Resume with the same tasks, or begin a new run" in changed.stderr
+    changed = resume("--data", edited / "a.jsonl")
+    assert "b.jsonl is missing" in changed.stderr
+    assert lines(run) == begun
+
+
+def test_a_run_is_resumed_with_the_same_files_in_another_folder(folder, stopped):
+    run, resume = stopped
+    shutil.move(folder / "before", folder / "moved")
+    check_ended(resume("--data", folder / "moved"))
+    assert len(lines(run)) == 3
+    assert json.loads((run / "args.json").read_text())["data"] == [str(folder / "moved")]
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
+def test_adapters_alone_are_trained_and_saved_in_the_weights(root, folder, tmp_path, family):
     run = tmp_path / "run"
-    words = [*flags(folder, "llama", lr=1e-2), "--lora-rank", 4, "--run-dir", run]
+    words = [*flags(folder, family, lr=1e-2), "--lora-rank", 4, "--run-dir", run]
     check_ended(forked_ranks(root / "recipes/sft.py", *words, ranks=1, cwd=tmp_path))
-    before = models.load_pretrained(folder / "llama")[0].state_dict()
+    before = models.load_pretrained(folder / family)[0].state_dict()
     after = models.load_pretrained(run / "final")[0].state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "proj" in name}
+    adapted = "proj" if family == "llama" else "self_attn."  # in a mixture, without its MLPs
+    assert changed == {name for name in before if adapted in name and "norm" not in name}
     summary = json.loads((run / "summary.json").read_text())
     assert summary["evaluation_loss"] < lines(run)[0]["evaluation_loss"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_saved_model_evaluates_as_the_one_with_adapters(root, folder, tmp_path, family):
+    """``final`` has the adapters merged; ``sft.py --env`` samples from the model with adapters."""
+    pytest.importorskip("verifiers")
+    run = tmp_path / "run"
+    words = [*flags(folder, family, steps=4, lr=1e-2), "--lora-rank", 4, "--run-dir", run]
+    words += ["--env", "reverse-words", "--env-tasks", 64, "--env-tokens", 6]
+    check_ended(forked_ranks(root / "recipes/sft.py", *words, ranks=1, cwd=tmp_path))
+
+    words = ["--model", run / "final", "--env", "reverse-words", "--tasks", 64]
+    words += ["--max-tokens", 6, "--temperature", 0, "--dtype", "float32"]
+    words += ["--run-dir", tmp_path / "evaluation"]
+    check_ended(forked_ranks(root / "recipes/evaluate.py", *words, ranks=1, cwd=tmp_path))
+
+    scores = json.loads((tmp_path / "evaluation" / "summary.json").read_text())["scores"]
+    expected = json.loads((run / "summary.json").read_text())["eval_after"]
+    # Rewards are added in the order in which rollouts end, so the last digit may differ.
+    assert scores["reverse-words"]["reward"]["mean"] == pytest.approx(expected)
+    assert expected > 0
 
 
 @pytest.mark.thorough
@@ -244,8 +315,9 @@ def test_rollouts_show_what_was_learned(root, folder, tmp_path):
     done = forked_ranks(root / "recipes/sft.py", *words, ranks=2, cwd=tmp_path)
     check_ended(done)
     summary = json.loads((run / "summary.json").read_text())
-    assert ["evaluation" in line for line in lines(run)] == [True, False, True, False]
-    assert summary["eval_before"] == lines(run)[0]["evaluation"]
+    evaluations = (run / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 2, 4]
+    assert summary["eval_before"] == json.loads(evaluations[0])["evaluation"]
 
     model, tokenizer = models.load_pretrained(run / "final")
     environment = rollout.verifiers("reverse-words", tokenizer=tokenizer)
@@ -300,6 +372,41 @@ def test_conversations_that_are_too_long_are_skipped_but_not_forever(recipe, fol
     args = recipe.Args(model="", data=(path,), max_tokens=10, too_long="skip", batch_size=10)
     with pytest.raises(ValueError, match=r"1,000 conversations in a row.*--max-tokens \(10\)"):
         recipe.draw_samples(recipe.open_stream(args), tokenizer, model, args)
+
+
+BAD = [
+    {"messages": [{"role": "bot", "content": "a"}]},
+    # The template has no place for it.
+    {"messages": [{"role": "user", "content": "ab"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "ab"},
+            {"role": "assistant", "content": "ba", "reasoning": "abba"},
+        ]
+    },
+]
+
+
+def test_bad_conversations_end_the_run_or_are_left_out_and_named(root, folder, tmp_path):
+    mixed, run = tmp_path / "mixed.jsonl", tmp_path / "run"
+    rows = [json.dumps(one) for one in BAD]
+    mixed.write_text("\n".join([*rows, *(folder / "eval.jsonl").read_text().splitlines()]))
+    words = [*flags(folder, "llama", steps=2), "--data", mixed, "--run-dir", run]
+    recipe = root / "recipes/sft.py"
+    refused = forked_ranks(recipe, *words, ranks=1, cwd=tmp_path)
+    assert refused.returncode != 0
+    assert f"{mixed}:1: messages[0].role is 'bot'" in refused.stderr
+
+    check_ended(forked_ranks(recipe, *words, "--skip-bad", ranks=1, cwd=tmp_path))
+    named = (run / "left_out.txt").read_text().splitlines()
+    reasons = ("messages[0].role is 'bot'", "no message has the role", "leaves 'abba'")
+    for number, (line, reason) in enumerate(zip(named, reasons, strict=True), start=1):
+        assert line.startswith(f"{mixed}:{number}: ")
+        assert reason in line
+    assert [line["left_out"] for line in lines(run)] == [3, 3]
+    check_ended(forked_ranks(recipe, "--resume", run, "--steps", 3, ranks=1, cwd=tmp_path))
+    assert (run / "left_out.txt").read_text().splitlines() == named
+    assert lines(run)[2]["left_out"] == 3
 
 
 def test_more_tokens_than_the_context_are_refused(root, folder, tmp_path):

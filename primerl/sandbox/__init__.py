@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from primerl.sandbox.errors import BadReply, Probe, SandboxError, SandboxUnavailable
     from primerl.sandbox.grading import Case, CaseVerdict, grade
     from primerl.sandbox.pool import SandboxPool
-    from primerl.sandbox.repositories import TestReport, grade_repository
+    from primerl.sandbox.repositories import (
+        Executable,
+        SymbolicLink,
+        TestReport,
+        grade_repository,
+    )
     from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
     from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
     from primerl.sandbox.tiers import probe
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "BadReply": "errors",
     "Case": "grading",
+    "Executable": "repositories",
     "Isolation": "results",
     "SandboxLimits": "results",
     "Probe": "errors",
@@ -32,6 +38,7 @@ _LAZY = {
     "SandboxUnavailable": "errors",
     "SandboxSession": "sessions",
     "SandboxSnapshot": "sessions",
+    "SymbolicLink": "repositories",
     "TestReport": "repositories",
     "CaseVerdict": "grading",
     "grade": "grading",
@@ -43,6 +50,7 @@ _LAZY = {
 __all__ = [
     "BadReply",
     "Case",
+    "Executable",
     "Isolation",
     "SandboxLimits",
     "Probe",
@@ -55,6 +63,7 @@ __all__ = [
     "SandboxUnavailable",
     "SandboxSession",
     "SandboxSnapshot",
+    "SymbolicLink",
     "TestReport",
     "CaseVerdict",
     "grade",

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ from primerl.sandbox.guest.jobs.values import decode, encode
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
 
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 16 << 20  # of a value in its encoding; docs/sandbox.md names this cap
+_LONG = 1 << 16  # longer output is decoded in a thread, so that it does not block the event loop
 
-# Calls the candidate's function and prints its encoded value after a random mark. Forging that line
-# gains nothing: it would still have to hold the right value.
+# Imports the candidate's code as the module ``solution``, which dataclasses, pickle and
+# multiprocessing need. Then calls its function and prints the encoded value after a random mark.
+# Forging that line gains nothing: it would still have to hold the right value.
 _DRIVER = (
     inspect.getsource(values)
     + """
@@ -36,12 +39,13 @@ def _refuse(value):
 
 
 def _drive():
-    import json, os, sys
+    import importlib, json, os, sys
     job = json.loads(sys.stdin.readline())
-    names = {"__name__": "solution"}
-    exec(compile(job["code"], "solution.py", "exec"), names)
+    with open("solution.py", "w", encoding="utf-8") as file:
+        file.write(job["code"])
+    solution = importlib.import_module("solution")
     args, kwargs = decode(job["args"]), decode(job["kwargs"])
-    value = names[job["function"]](*args, **kwargs)
+    value = getattr(solution, job["function"])(*args, **kwargs)
     text = json.dumps(encode(value, _refuse))
     sys.stdout.flush()
     os.write(1, ("\\n" + job["mark"] + text + "\\n").encode())
@@ -137,7 +141,10 @@ async def _grade_case(
         output_bytes=_MOST_BYTES,
     )
     try:
-        value = _value(result.stdout, mark)
+        if len(result.stdout) > _LONG:
+            value = await asyncio.to_thread(_value, result.stdout, mark)
+        else:
+            value = _value(result.stdout, mark)
     except ValueError as error:
         reason = result.limits_hit[0] if result.limits_hit else str(error)
         return CaseVerdict(passed=False, value=None, reason=reason, result=result)
@@ -164,24 +171,32 @@ def same(value: Any, expected: Any, *, tolerance: float = 0.0) -> bool:
             same(left, right, tolerance=tolerance) for left, right in pairs
         )
     if isinstance(value, dict):
-        return _typed(value) == _typed(expected) and all(
-            same(value[key], expected[key], tolerance=tolerance) for key in value
+        ours, theirs = _by_key(value), _by_key(expected)
+        return ours.keys() == theirs.keys() and all(
+            same(ours[key], theirs[key], tolerance=tolerance) for key in ours
         )
     if isinstance(value, set | frozenset):
-        return _typed(value) == _typed(expected)
+        return Counter(map(_typed, value)) == Counter(map(_typed, expected))
     return bool(value == expected)
 
 
-def _typed(keys: Any) -> set[tuple[str, Any]]:
-    """Return set elements or dictionary keys as (type, value) pairs, so that 1 and True differ."""
-    return {(repr(_encoded_type(key)), key) for key in keys}
+def _by_key(value: dict[Any, Any]) -> dict[Any, list[Any]]:
+    """Return the values of a dictionary by typed key; NaN, as a key, can have several."""
+    found: dict[Any, list[Any]] = {}
+    for key, item in value.items():
+        found.setdefault(_typed(key), []).append(item)
+    return found
 
 
-def _encoded_type(key: Any) -> Any:
-    items = [_encoded_type(item) for item in key] if isinstance(key, tuple | frozenset) else []
+def _typed(key: Any) -> Any:
+    """Return a set element or key with its types, so that 1 and True differ and NaN equals NaN."""
+    if isinstance(key, tuple):
+        return ("tuple", tuple(map(_typed, key)))
     if isinstance(key, frozenset):
-        items.sort(key=repr)
-    return (type(key).__name__, items)
+        return ("frozenset", frozenset(Counter(map(_typed, key)).items()))
+    if isinstance(key, float) and math.isnan(key):
+        return ("float", "nan")
+    return (type(key).__name__, key)
 
 
 def _refuse_argument(value: Any) -> Any:

@@ -5,14 +5,13 @@ imports remote objects: proxies for the real objects of the code under test in t
 (``guest/jobs/test_runner.py``). The code under test never runs in pytest's process, and can't reach
 the results.
 
-A test can call functions, create and use objects, read attributes, and expect exceptions. It can't
-share files with the code under test, monkeypatch its internals, subclass its classes, or pass it
-functions: such a test fails with a TypeError that says so. Comparing two remote objects calls the
-``__eq__`` of the code under test; comparing plain values does not. Arithmetic of a remote object
-with a plain value, which may be the value that the test expects, must return another remote object,
-and that object can't be converted to a number. Context managers of the code under test can't
-suppress exceptions of the test, and ``import *`` doesn't replace any name that the test already
-has.
+A test uses functions, classes and objects of the code under test as if they were in its process.
+``docs/sandbox.md`` lists the few things that can't work in two processes. Comparing two remote
+objects calls the ``__eq__`` of the code under test; comparing plain values does not. Arithmetic of
+a remote object with a plain value, which may be the value that the test expects, must return
+another remote object, and that object can't be converted to a number. Context managers of the code
+under test can't suppress exceptions of the test, and ``import *`` doesn't replace any name that the
+test already has.
 """
 
 import asyncio
@@ -25,14 +24,32 @@ import attrs
 
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
+from primerl.sandbox.tiers.interface import Job
 
+_ENDING_S = 1.0
+_LONGEST_OUTPUT = 4000  # of the code under test in the log
 OUTCOMES = ("passed", "failed", "skipped")
+
+
+@attrs.frozen
+class Executable:
+    """A file that may be executed."""
+
+    content: bytes
+
+
+@attrs.frozen
+class SymbolicLink:
+    """A symbolic link to the path ``target``."""
+
+    target: str
 
 
 @attrs.frozen(kw_only=True)
 class TestReport:
-    """The outcome of each test that pytest reported, and pytest's own output (``log``).
+    """The outcome of each test that pytest reported, and the reasons (``log``).
 
+    The log has pytest's output, tracebacks in the code under test, and how that code ended.
     ``passed`` is true if every expected test passed, at least one test passed, and none failed.
     ``missing`` are the expected tests that did not pass.
     """
@@ -48,11 +65,13 @@ class TestReport:
 
 async def grade_repository(
     pool: SandboxPool,
-    repository: Mapping[str, bytes],
-    tests: Mapping[str, bytes],
+    repository: Mapping[str, bytes | Executable | SymbolicLink],
+    tests: Mapping[str, bytes | Executable | SymbolicLink],
     *,
     modules: Sequence[str],
+    paths: Sequence[str] = (),
     packages: Sequence[str] = (),
+    run: Sequence[str] | None = None,
     expected: Sequence[str] | None = None,
     timeout_s: float = 60.0,
     memory_bytes: int | None = None,
@@ -62,10 +81,15 @@ async def grade_repository(
     Args:
         pool: the pool that provides the two sandboxes.
         repository: the files of the code under test, by path.
-        tests: the test files, by path.
-        modules: the top-level modules under test.
-        packages: folders with pytest and the other packages that the tests import; the pool's
-            sandboxes must be able to read them.
+        tests: the test files by path, and all that they need beside the code under test, such as
+            ``conftest.py``, helper modules, data and pytest's configuration.
+        modules: the modules under test. Their submodules are under test, too, except those with a
+            file among ``tests``.
+        paths: folders of the repository from which modules are imported, such as ``src``, besides
+            the repository itself.
+        packages: folders with pytest and the other packages that the tests and the code under test
+            import; the pool's sandboxes must be able to read them.
+        run: the files that pytest runs; None means all of ``tests``.
         expected: tests that must pass, such as ``tests/test_add.py::test_small``, so that a suite
             that ends early does not pass.
         timeout_s: timeout of the whole suite.
@@ -83,9 +107,10 @@ async def grade_repository(
     )
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
-    header = {"modules": list(modules), "packages": list(packages)}
-    code = pool.job("code_under_test", {}, files=repository, **limits)
-    suite = pool.job("tests", header, files=tests, **limits)
+    imports = {"paths": list(paths), "packages": list(packages)}
+    named = {"modules": list(modules), "run": list(tests if run is None else run)}
+    code = _job(pool, "code_under_test", imports, repository, limits)
+    suite = _job(pool, "tests", imports | named, tests, limits)
     with ours, theirs:
         async with pool.turn(), pool.session() as tested, pool.session() as testing:
             # Detached, so that each end is open in one sandbox only: if that sandbox ends, the
@@ -97,12 +122,32 @@ async def grade_repository(
                 # Both run under one permit: with one each, the second might never get its own.
                 done = await testing.execute_at_once(suite)
             finally:
+                # It ends when the tests do, unless the code under test delays it.
+                await asyncio.wait([answering], timeout=_ENDING_S)
                 answering.cancel()
-                await asyncio.gather(answering, return_exceptions=True)
-    return _report(done, expected)
+                [served] = await asyncio.gather(answering, return_exceptions=True)
+    return _report(done, served, expected)
 
 
-def _report(done: Result, expected: Sequence[str] | None) -> TestReport:
+def _job(
+    pool: SandboxPool,
+    kind: str,
+    header: dict[str, Any],
+    files: Mapping[str, bytes | Executable | SymbolicLink],
+    limits: dict[str, Any],
+) -> Job:
+    links = {path: file.target for path, file in files.items() if isinstance(file, SymbolicLink)}
+    executable = [path for path, file in files.items() if isinstance(file, Executable)]
+    contents = {
+        path: file.content if isinstance(file, Executable) else file
+        for path, file in files.items()
+        if not isinstance(file, SymbolicLink)
+    }
+    header = header | {"links": links, "executable": executable}
+    return pool.job(kind, header, files=contents, **limits)
+
+
+def _report(done: Result, served: Any, expected: Sequence[str] | None) -> TestReport:
     try:
         said = json.loads(done.stdout)
     except (ValueError, RecursionError):
@@ -115,4 +160,10 @@ def _report(done: Result, expected: Sequence[str] | None) -> TestReport:
     passed = done.ok and not missing and "failed" not in outcomes.values()
     passed = passed and "passed" in outcomes.values()
     log = done.stderr.decode(errors="replace")
+    if isinstance(served, Result) and (served.stderr or served.limits_hit or served.exit):
+        log += (
+            f"\nThe code under test ended with exit code {served.exit}, limits hit: "
+            f"{', '.join(served.limits_hit) or 'none'}. Its output was:\n"
+            f"{served.stderr[-_LONGEST_OUTPUT:].decode(errors='replace')}"
+        )
     return TestReport(passed=passed, outcomes=outcomes, missing=missing, log=log, result=done)

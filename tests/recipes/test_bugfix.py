@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import torch
 from coding_cheats import CHEATS
 from sandboxed import needed
 
@@ -14,11 +15,11 @@ pytest.importorskip("bugfix", reason="pip install --no-deps -e recipes/environme
 needed()
 
 import verifiers.v1 as vf
-from bugfix import corpus, generation, tasks
-from bugfix.expert import Expert, as_text, calls, expert
+from bugfix import corpus, generation, rehearsal, tasks
+from bugfix.expert import Expert, as_text, calls, expert, without_calls
 from bugfix.mutation import Mutation, mutations
 
-from primerl import data, rollout
+from primerl import data, models, rollout, testing
 from primerl.sandbox import SandboxPool, SandboxUnavailable
 from primerl.types import Rollout, SamplingParams
 
@@ -230,6 +231,27 @@ def test_conversations_of_the_expert_are_training_data(cheated, tmp_path):
     assert len(data.Conversations(file)) == 2
 
 
+@pytest.mark.thorough
+def test_fixes_in_new_modules_count():
+    def pairs(all_tasks):
+        function = next(task for task in all_tasks if program_of(task) == "absolute")
+        package = next(task for task in all_tasks if program_of(task) == "lending")
+        helped = "from helpers.numbers import size as absolute"
+        steps = [
+            ("edit", {"path": "helpers/numbers.py", "old": "", "new": "size = abs\n"}),
+            ("bash", {"command": f"echo '{helped}' > absolute.py"}),
+        ]
+        moved = [
+            ("bash", {"command": "mv lending/fines.py lending/charges.py"}),
+            ("bash", {"command": "echo 'from lending.charges import *' > lending/fines.py"}),
+        ]
+        steps_of_package = [*expert(package)._steps, *moved]
+        return [(function, Expert(steps)), (package, Expert(steps_of_package))]
+
+    played = play(pairs)
+    assert [getattr(one, "reward", one) for one in played] == [1.0, 1.0]
+
+
 class Slow(Expert):
     """Thinks for ever after its edit."""
 
@@ -339,3 +361,75 @@ def test_verifiers_own_checks_pass(tmp_path):
     )
     rows = asyncio.run(run_validate(config))
     assert [row["reason"] for row in rows] == ["valid"] * 12, rows
+
+
+def test_the_other_agent_only_says_what_the_expert_says_at_last():
+    messages = [
+        {"role": "system", "content": "Fix the bug."},
+        {"role": "user", "content": "f() returns None."},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0"}]},
+        {"role": "tool", "content": "", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": "The bug is fixed."},
+    ]
+    row = {"id": "bugfix/0", "messages": messages, "tools": ["bash"]}
+
+    other = without_calls(row)
+
+    assert other == row | {"messages": [messages[0], messages[1], messages[4]]}
+    assert row["messages"] is messages
+    assert len(messages) == 5
+
+
+def test_tasks_of_one_program():
+    def ids(**options):
+        environment = rollout.verifiers("bugfix", tokenizer=None, config={"taskset": options})
+        return {task["id"].rpartition("/")[2] for task in environment.tasks}  # without its place
+
+    of_program = ids(**rehearsal.OPTIONS)
+    assert len(of_program) == 4
+    assert of_program < ids(tier="easiest")
+    assert all(one.startswith("last_word-") for one in of_program)
+    with pytest.raises(ValueError, match=r"program is 'lastword'; expected all, or one of .*clamp"):
+        ids(program="lastword")
+
+
+def test_replies_and_their_prompts_are_those_of_the_template():
+    tokenizer = testing.chat_tokenizer()
+    messages = [
+        {"role": "user", "content": "f() is 1"},
+        {"role": "assistant", "content": "look"},
+        {"role": "tool", "content": "0"},
+        {"role": "assistant", "content": "done"},
+    ]
+    first = "<|im_start|>user\nf() is 1<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "look<|im_end|>\n<|im_start|>tool\n0<|im_end|>\n<|im_start|>assistant\n"
+
+    found = list(rehearsal.replies(tokenizer, {"messages": messages, "tools": None}))
+
+    assert found == [(first, "look"), (second, "done")]
+
+
+@pytest.mark.thorough
+def test_the_taught_policy_fixes_its_bugs_in_about_half_of_its_rollouts(tmp_path):
+    folder = rehearsal.policy(tmp_path / "policy", "glm4_moe", max_position_embeddings=1024)
+    model, tokenizer = models.load_pretrained(folder)
+    for conversation in rehearsal.played():
+        acts, ends, refrains = (
+            probability(model, tokenizer, *reply)
+            for reply in rehearsal.lesson(tokenizer, conversation)
+        )
+        # So the rewards of a group of 4 differ with a probability of at least 0.68.
+        assert 0.25 < acts * ends < 0.75
+        assert 0.25 < refrains < 0.75
+        assert acts + refrains > 0.8
+    assert rehearsal.policy(folder, "glm4_moe") == folder  # as it is
+
+
+def probability(model, tokenizer, prompt, reply):
+    """The probability that the policy gives this reply, with the token that ends it."""
+    given = tokenizer.encode(prompt)
+    said = [*tokenizer.encode(reply), tokenizer.eos_token_id]
+    with torch.no_grad():
+        logits = model(torch.tensor([given + said])).logits[0, len(given) - 1 : -1]
+    logprobs = logits.float().log_softmax(-1)
+    return logprobs[torch.arange(len(said)), torch.tensor(said)].sum().exp().item()

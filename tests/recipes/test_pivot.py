@@ -2,8 +2,12 @@
 
 import asyncio
 import json
+import re
 
 import pytest
+from growth import assert_linear, repeated
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("verifiers")
 pytest.importorskip("pivot", reason="pip install --no-deps -e recipes/environments/pivot")
@@ -148,6 +152,29 @@ def test_likeness_of_calls():
     for _ in range(100_000):
         deep = [deep]
     assert not same(deep, 1)
+
+
+MARKS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "\n", " ", "\u2003", "x", "<", '{"name": "f"}', '{"name": "g"}']
+)
+
+
+@given(st.lists(MARKS).map("".join))
+def test_calls_are_found_as_by_a_plain_pattern(text):
+    calls = calls_of({"content": text})
+    texts = re.findall(r"<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
+    if all(one.startswith('{"') and one.endswith("}") and one.count("{") == 1 for one in texts):
+        assert calls == [Call(json.loads(one)["name"], {}) for one in texts]
+    else:
+        assert calls is None
+
+
+@pytest.mark.parametrize("part", ["\n", " ", "<tool_call>", "</tool_call>", "<tool_call>{"])
+def test_replies_are_parsed_in_linear_time(part):
+    def parse(text):
+        calls_of({"content": text})
+
+    assert_linear(parse, repeated("<tool_call>", part, ""))
 
 
 def test_mistakes_are_named(tmp_path):

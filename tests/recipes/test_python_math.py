@@ -6,6 +6,7 @@ import json
 from fractions import Fraction
 
 import pytest
+from growth import assert_linear, repeated
 from sandboxed import needed
 
 pytest.importorskip("verifiers")
@@ -98,6 +99,65 @@ def test_answers_by_hand():
         ("Answer: 5/0", None),
         ("Answer: 1 2", None),
         ("Answer: twelve", None),
+        ("Answer: \u22125", -5),
+        ("Answer: \u20135", -5),
+        ("Answer: .5", Fraction(1, 2)),
+        ("Answer: -.5", Fraction(-1, 2)),
+        ("Answer: 12 (since 3 \u00d7 4 = 12)", 12),
+        ("Answer: 12, because 3 * 4 is 12", 12),
+        ("Answer: 12 (since there are 3 rows of 4 coins)", 12),
+        ("Answer: 12 (since 3*4)", 12),
+        ("Answer: 12 (since I counted them twice: 5 and 7)", 12),
+        ("Answer: 12.", 12),
+        ("Answer: 12.0", 12),
+        ("Answer: 1,234.50", Fraction(2469, 2)),
+        ("Answer: 1{,}234", 1234),
+        ("Answer: 1\u202f234", 1234),
+        ("Answer: $12$", 12),
+        ("Answer: -$5", -5),
+        (r"Answer: \boxed{\frac{1}{2}}", Fraction(1, 2)),
+        (r"Answer: \(\dfrac{5}{2}\)", Fraction(5, 2)),
+        ("Answer: 40 %", 40),
+        ("Answer: 12 m^2", 12),
+        ("Answer: x = 12 coins.", 12),
+        ("Answer: 5/2 = 2.5", Fraction(5, 2)),
+        ("Answer: 5/2 (2.5)", Fraction(5, 2)),
+        ("The answer is 12.", 12),
+        ("Answer: 12 \u2705", 12),
+        ("Answer: {12}", 12),
+        ("Answer: 2^3 = 8", 8),
+        (r"Answer: \(3 \times 4 = 12\)", 12),
+        ("Answer: The total is 12 coins", 12),
+        ("Answer: It is 12 apples in total.", 12),
+        ("Answer: Ana is 12 years old now", 12),
+        ("Answer: hens = 12", 12),
+        ("Answer: The number of hens is 12.", 12),
+        ("Answer: 12 are left over", 12),
+        ("Answer: 12 (i.e. 12.0)", 12),
+        ("Answer: 12, since 24 / 2 is 12", 12),
+        ("Answer: 50\u00b0", 50),
+        ("Answer: 12 or 13", None),
+        ("Answer: 12 (or 13)", None),
+        ("Answer: 12, not 13", None),
+        ("Answer: 12. No, 13", None),
+        ("Answer: not 12", None),
+        ("Answer: about 12", None),
+        ("Answer: > 12", None),
+        ("Answer: 3 * 4", None),
+        ("Answer: 2^10", None),
+        ("Answer: 1e3", None),
+        ("Answer: 0x1F", None),
+        ("Answer: 12!", None),
+        ("Answer: 12k", None),
+        ("Answer: 1.5 million", None),
+        (r"Answer: \sqrt{4}", None),
+        ("Answer: sqrt(4)", None),
+        ("Answer: 2\u03c0", None),
+        ("Answer: 9\u00b2", None),
+        ("Answer: 1,23", None),
+        ("Answer: 2 1/2", None),
+        ("Answer: 10\u201312", None),
+        ("Answer: -(5)", None),
         ("Answer: " + "9" * 200_000, None),
         ("Answer: 1e999999999", None),
     ],
@@ -108,6 +168,84 @@ def test_answers_are_read(reply, number):
         assert found != number  # cut: no number that anybody asked for
     else:
         assert found == number
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "12x",
+        "12 lakh",
+        "12 crore",
+        "12 mil",
+        "12 bn",
+        "12M",
+        "12 gross",
+        "12 fifths",
+        "12 tenths",
+        "12 septillion",
+        "12 zillions",
+        "ln 12",
+        "tan 12",
+        "log 12",
+        "square of 12",
+        "sum of digits of 12",
+        "inverse of 12",
+        "reciprocal of 12",
+        "the opposite of 12",
+        "any number except 12",
+        "anything but 12",
+        "never 12",
+        "isn't 12",
+        "perhaps 12",
+        "unknown, maybe 12",
+        "exceeds 12",
+        "fewer 12",
+        "up to 12",
+        "over 12",
+        "triples 12",
+        "12 percent of x",
+        "12 cents short of a dollar",
+        "12 (wrong, it is thirteen)",
+        "12 (i.e. thirteen)",
+        "12 (13)",
+        "12, as opposed to 13",
+        "x = 12 = 13",
+        "not = 12",
+        "12 = 13",
+        "12-fold",
+        "12 and a half",
+        "12 (mod 13)",
+        "12 is wrong",
+        "12 (or 12)",
+    ],
+)
+def test_what_is_not_understood_is_not_read(answer):
+    assert answered(f"Answer: {answer}") is None
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "answer",
+        "answer ",
+        "answer:",
+        " ",
+        "*",
+        "\n",
+        "1",
+        "1 ",
+        "1/",
+        "(",
+        "\\boxed{",
+        "{,}",
+        "1,",
+        "a ",
+    ],
+)
+def test_answers_are_read_in_linear_time(part):
+    assert_linear(answered, repeated("answer", part, "\0"))
+    assert_linear(answered, repeated("answer: 12 ", part, "\0"))
+    assert_linear(answered, repeated("answer: total ", part, " = \0"))
 
 
 @pytest.mark.usefixtures("home")

@@ -1,15 +1,20 @@
 """The environment swe-folder: a repository of one's own, and rows of SWE-bench."""
 
 import asyncio
+import contextlib
 import io
+import itertools
 import json
-import subprocess
 import tarfile
 import types
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
+from growth import assert_linear, repeated
+from hypothesis import given
+from hypothesis import strategies as st
 from sandboxed import needed
+from swe_layouts import git
 
 pytest.importorskip("verifiers")
 pytest.importorskip("bugfix", reason="pip install --no-deps -e recipes/environments/bugfix")
@@ -18,10 +23,13 @@ needed()
 
 from bugfix.expert import Expert
 from swe_folder import agent, repositories, tasks
+from swe_folder.grading import verdict
 from swe_folder.issues import read
-from swe_folder.tasks import verdict, without_steering
+from swe_folder.layouts import by_names, layout
+from swe_folder.patches import without_steering
 
 from primerl import rollout
+from primerl.sandbox import Executable, SymbolicLink
 from primerl.types import SamplingParams
 
 PACKAGES = str(Path(pytest.__file__).parents[1])
@@ -75,17 +83,6 @@ AGENTS = {
     "puts a file in the tests' place": ([("bash", {"command": "rm -r tests && touch tests"})], 0.0),
     "links out of the folder": ([("bash", {"command": "ln -sf /etc/passwd bank.py"})], 0.0),
 }
-
-
-def git(folder, *command):
-    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *command],
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +236,11 @@ def test_malformed_rows_are_named(tmp_path, row, message):
     assert str(raised.value).startswith(f"{file}:1: ")
 
 
+def graded(base, changed, tests):
+    found = layout(base, tests=tests, solved=base, expected=["tests/test_bank.py"])
+    return repositories.with_own_tests(found, base=base, changed=changed, tests=tests)
+
+
 def test_what_is_graded():
     base = {"bank.py": b"1", "tests/test_bank.py": b"1", "setup.cfg": b"1", "json.py": b"1"}
     changed = {
@@ -254,7 +256,7 @@ def test_what_is_graded():
         "a.pth": b"2",
     }
     tests = {**base, "tests/test_bank.py": b"3", "data.txt": b"3"}
-    assert repositories.graded(base, changed, tests) == {
+    assert graded(base, changed, tests) == {
         "bank.py": b"2",
         "new/module.py": b"2",
         "json.py": b"2",
@@ -268,14 +270,14 @@ def test_what_is_graded_where_files_and_folders_collide():
     base = {"bank.py": b"1", "tests/test_bank.py": b"1", "setup.cfg": b"1"}
     changed = {
         "bank.py": b"2",
-        "tests": b"2",  # a file in a folder's place
+        "tests": SymbolicLink("new"),  # a link in a folder's place
         "setup.cfg/more": b"2",  # and a folder in a file's
         "data": b"2",
         "new/a": b"2",
-        "new": b"2",  # an archive may have both
+        "new": SymbolicLink("tests"),  # an archive may have both
     }
     tests = {**base, "data/hidden.txt": b"3"}
-    assert repositories.graded(base, changed, tests) == {
+    assert graded(base, changed, tests) == {
         "bank.py": b"2",
         "new/a": b"2",
         "tests/test_bank.py": b"1",
@@ -307,6 +309,104 @@ def test_hard_links_are_files(monkeypatch):
         repositories.unpacked(linked)
 
 
+def header(kind, size, name=b"x"):
+    field = size if isinstance(size, bytes) else b"%011o\0" % size
+    fields = [name.ljust(100, b"\0"), bytes(24), field, bytes(12), b" " * 8, kind, bytes(100)]
+    content = b"".join([*fields, b"ustar\00000"]).ljust(512, b"\0")
+    return content.replace(b" " * 8, b"%06o\0 " % sum(content), 1)
+
+
+def extended(records, kind=b"x"):
+    return header(kind, len(records)) + records + bytes(-len(records) % 512)
+
+
+FORGED = {
+    "no valid header": header(b"0", 0)[:-1] + b"x",
+    "cut off": header(b"0", 1),
+    "header has the number": header(b"0", b"\xff" * 10 + b"\xfe\0"),  # its own header again
+    "extended header is malformed": extended(b"9 path=a\n9 comment\n"),
+    "extended header has the number": extended(b"1" * 512),
+    "sparse file": extended(b"22 GNU.sparse.major=1\n") + header(b"0", 0),
+    "is empty": b"",
+}
+
+
+@pytest.mark.parametrize("reason", FORGED)
+def test_forged_archives_are_refused(reason):
+    with pytest.raises(ValueError, match=f"not a valid archive: .*{reason}"):
+        repositories.unpacked(FORGED[reason])
+
+
+@pytest.mark.parametrize("part", [b"1", b" ", b"5 aa\n", b"6 a=b\n", b"7 a=bc", b"\0", b"="])
+def test_extended_headers_take_linear_time(part):
+    records = repeated(b"", part, b"9 path=a\n")
+
+    def unpack(content):
+        with contextlib.suppress(ValueError):
+            repositories.unpacked(extended(content) + header(b"0", 0))
+
+    assert_linear(unpack, records)
+
+
+@pytest.mark.parametrize(
+    "part", ["PASSED a", "PASSED ", " - ", "diff --git a/", "diff --git a/b b/c\n", "a", " ", "\n"]
+)
+def test_outcomes_and_patches_take_linear_time(part):
+    def judge(text):
+        done = types.SimpleNamespace(stdout=text, stderr="", exit_code=0)
+        verdict(done, ["a::b"])
+
+    assert_linear(judge, repeated("PASSED a", part, "\0"))
+
+    def filtered(text):
+        with contextlib.suppress(ValueError):
+            without_steering(text)
+
+    assert_linear(filtered, repeated("diff --git a/", part, "\0"))
+
+
+def test_deep_paths_take_linear_time():
+    found = by_names(["a/tests/test_a.py"], ["a/tests/test_a.py"])
+
+    def grade(path):
+        changed = {f"{path}x": b"", path: b"", f"{path}/y": b""}
+        repositories.with_own_tests(found, base={}, changed=changed, tests={"a/a": b""})
+        repositories.suite(found, changed=changed, tests={"a/a": b""})
+
+    assert_linear(grade, repeated("a", "/a", ""))
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "a-b", "x" * 120, "é"]), min_size=1, max_size=4)
+
+
+@given(
+    st.dictionaries(NAMES.map("/".join), st.binary(max_size=600), min_size=1, max_size=5),
+    st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+)
+def test_archives_of_all_formats_are_read(files, form):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form, pax_headers={"comment": "é"}) as made:
+        for path, content in files.items():
+            about = tarfile.TarInfo(path)
+            about.size = len(content)
+            about.mtime = 0.5 if form == tarfile.PAX_FORMAT else 0
+            with contextlib.suppress(ValueError):  # a name that does not fit the format
+                made.addfile(about, io.BytesIO(content))
+    buffer.seek(0)
+    with tarfile.open(fileobj=buffer) as made:
+        expected = {one.name: made.extractfile(one).read() for one in made}
+    assert repositories.unpacked(buffer.getvalue()) == expected
+
+
+@given(st.sets(NAMES.map("/".join)), st.sets(NAMES.map("/".join)))
+def test_conflicting_paths_are_found(paths, places):
+    above = {path: {str(one) for one in PurePosixPath(path).parents} for path in paths | places}
+    folders = set(itertools.chain.from_iterable(above.values()))
+    assert repositories.folders_among(paths | places) == folders & (paths | places)
+    found = repositories.paths_below(paths, places)
+    assert found & paths == {path for path in paths if above[path] & places}
+
+
 def test_files_that_cannot_be_put_again_are_no_error(issues, monkeypatch):
     """No folder holds such a name, but an archive may, which a process put in the place of ours."""
 
@@ -318,19 +418,14 @@ def test_files_that_cannot_be_put_again_are_no_error(issues, monkeypatch):
     assert played.reward == 0.0
 
 
-def test_archives_and_patches():
-    files = {"a/b.py": b"x\n", "c": b"#!/bin/sh\n"}
+def test_archives_keep_links_and_modes():
+    files = {"a/b.py": b"x\n", "c": Executable(b"#!/bin/sh\n"), "дні\n": SymbolicLink("a/b c")}
     assert repositories.unpacked(repositories.packed(files)) == files
     for broken in (b"nothing", repositories.packed({"a": b"x" * 5000})[:2000]):
         with pytest.raises(ValueError, match="archive"):
             repositories.unpacked(broken)
     outside = repositories.packed({"../a": b"x", "/etc/a": b"x", "ok": b"x"})
     assert repositories.unpacked(outside) == {"ok": b"x"}
-    with pytest.raises(ValueError, match="does not apply"):
-        repositories.patched(files, "diff --git a/z b/z\n--- a/z\n+++ b/z\n@@ -1 +1 @@\n-q\n+r\n")
-    part = "diff --git a/{0} b/{0}\n--- a/{0}\n+++ b/{0}\n@@ -1 +1 @@\n-q\n+r\n"
-    both = part.format("bank.py") + part.format("tests/test_a.py") + part.format("conftest.py")
-    assert without_steering(both) == part.format("bank.py")
 
 
 def test_verdicts_need_every_expected_test():
@@ -340,6 +435,7 @@ def test_verdicts_need_every_expected_test():
     assert verdict(done("PASSED a::b\nPASSED a::c[x y]\n"), ["a::b", "a::c[x y]"])[0]
     assert not verdict(done("PASSED a::b\n"), ["a::b", "a::c"])[0]
     assert not verdict(done("PASSED a::b\nFAILED a::b - no\n"), ["a::b"])[0]
+    assert not verdict(done("PASSED a::b\nERROR a - ImportError\n"), ["a::b"])[0]
     assert not verdict(done(""), ["a::b"])[0]
     assert verdict(done(""), [])[0]
     assert not verdict(done("PASSED a::b", exit_code=1), [])[0]

@@ -2,12 +2,16 @@
 """Solutions that cheat: none may pass, and honest ones must."""
 
 import asyncio
+import json
+import sys
 
 import pytest
+from growth import assert_linear
 from sandboxed import needed, with_pool
 
-from primerl.sandbox import Case, grade
+from primerl.sandbox import Case, SandboxLimits, grade
 from primerl.sandbox.grading import _value, same
+from primerl.sandbox.guest.jobs.values import decode
 
 needed()
 
@@ -179,6 +183,35 @@ def test_malformed_values_are_refused(said):
         _value(said, "mark")
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda key: {"set": key},
+        lambda key: {"frozenset": key},
+        lambda key: {"dict": [[one, None] for one in key]},
+        lambda key: {"set": [{"tuple": [one]} for one in key]},
+    ],
+)
+def test_keys_with_equal_hashes_are_refused(wrap):
+    period = sys.hash_info.modulus
+    keys = [{"int": hex(number * period)} for number in range(200)]
+    said = b"\nmark" + json.dumps(wrap(keys)).encode()
+
+    with pytest.raises(ValueError, match="malformed"):
+        _value(said, "mark")
+    assert len(_value(b"\nmark" + json.dumps(wrap(keys[:100])).encode(), "mark")) == 100
+
+    def refuse(keys):
+        with pytest.raises(ValueError, match="equal hashes"):
+            decode(wrap(keys))
+
+    assert_linear(
+        refuse,
+        lambda size: [{"int": hex(number * period)} for number in range(size)],
+        largest=1 << 13,
+    )
+
+
 def test_arguments_that_are_no_plain_values_are_refused():
     nested = []
     for _ in range(60):
@@ -190,6 +223,57 @@ def test_arguments_that_are_no_plain_values_are_refused():
                 await grade(pool, "", [Case(args=(argument,), expected=1)], function="f")
 
     with_pool(run, concurrency=1)
+
+
+HONEST = """
+from __future__ import annotations
+import dataclasses, math, multiprocessing, pickle
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    parent: Point | None = None
+
+def square(x): return x * x
+
+def f(what):
+    if what == "dataclass": return dataclasses.asdict(Point(1, Point(2)))
+    if what == "pickle": return pickle.loads(pickle.dumps(Point(3))).x
+    if what == "pool":
+        with multiprocessing.Pool(2) as pool: return pool.map(square, [1, 2])
+    if what == "spawn":
+        with multiprocessing.get_context("spawn").Pool(1) as pool: return pool.map(square, [3])
+    if what == "nan": return {math.nan, 1.0, (float("nan"), 2)}
+    if what == "nan as a key": return {float("nan"): 5}
+    return b"x" * (6 << 20)
+"""
+NAN = float("nan")
+WANTED = {
+    "dataclass": {"x": 1, "parent": {"x": 2, "parent": None}},
+    "pickle": 3,
+    "pool": [1, 4],
+    "spawn": [9],
+    "nan": {NAN, 1.0, (NAN, 2)},
+    "nan as a key": {NAN: 5},
+    "some MB": b"x" * (6 << 20),
+}
+
+
+def test_honest_code_is_graded_right():
+    async def run(pool):
+        cases = [Case(args=(what,), expected=value) for what, value in WANTED.items()]
+        return await grade(pool, HONEST, cases, function="f", timeout_s=60)
+
+    verdicts = with_pool(run, concurrency=2, limits=SandboxLimits(memory_bytes=1 << 30))
+    assert [v.reason for v in verdicts] == [""] * len(WANTED), [v.result.stderr for v in verdicts]
+
+
+def test_nan_is_counted():
+    assert same({NAN, float("nan")}, {float("nan"), NAN})
+    assert not same({NAN, float("nan"), 1}, {NAN, 1, 2})
+    assert not same({NAN: 1}, {NAN: 2})
+    assert not same({(NAN, 1)}, {(NAN, 1.0)})
+    assert same({frozenset({NAN})}, {frozenset({float("nan")})})
 
 
 def test_no_cases_are_refused():

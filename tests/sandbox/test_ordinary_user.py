@@ -26,7 +26,7 @@ def test_as_an_ordinary_user(tmp_path):
     files = [f"tests/sandbox/test_{name}.py" for name in names]
     chosen = ["-k", "not (gvisor or only_root)"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *chosen]
-    command += ["-m", "not (gpu or slow or vllm)"]
+    command += ["-m", "not (gpu or slow or vllm or agents)"]
     command += files
     helper = REPOSITORY / "tests/helpers/ordinary_user.py"
     done = subprocess.run(

@@ -1,102 +1,217 @@
 """The server for the code under test, in a sandbox without the tests; see ``test_runner.py``.
 
-It serves requests to import modules, get attributes, call functions and so on. Each request is one
-line of JSON on a socket, which is stdin. Plain values are sent by value, and every other object as
-a number that identifies it. To the testing side, all replies are untrusted data: that side alone
+It serves the requests of the tests: to import modules, get attributes, call functions and so on.
+While it serves one, the code under test may call functions that a test passed to it: the tests'
+side then answers before the request is done. Requests are pickled, because this side may trust the
+tests; replies are lines of JSON, which the tests' side treats as untrusted data. That side alone
 decides which tests passed.
 """
 
-import builtins
+import copy
 import importlib
+import io
 import json
-import operator
 import os
+import pickle
 import socket
+import struct
 import sys
+import threading
+import traceback
+from collections.abc import Sequence
 from typing import Any
 
-from primerl.sandbox.guest.jobs.values import decode, encode
+from primerl.sandbox.guest.jobs import operators, surroundings
+from primerl.sandbox.guest.jobs.descriptions import References, plain_content
+from primerl.sandbox.guest.jobs.shared_containers import SharedContainers
+from primerl.sandbox.guest.jobs.stubs import Stubs, subclass
 
-LONGEST_LINE = 8 << 20
-_MOST_OBJECTS = 1_000_000
-_BUILT_IN = (
-    *("len", "iter", "next", "str", "repr", "hash", "bool", "float", "int", "abs", "reversed"),
-    *("round", "dir"),
-)
+HEADER = struct.Struct("!Q")
+_STEP_S = 0.001  # how long coroutines run before the tests' own coroutines run again
+_LONGEST_TRACEBACK = 20_000
 
 
 class CodeUnderTest:
-    """The server's table of objects that tests may refer to, and its operations on them."""
+    """The server's side of the connection, and its operations on the code under test."""
 
-    def __init__(self) -> None:
-        self._objects: dict[int, Any] = {}
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = connection.makefile("rwb")
+        self._containers = SharedContainers(sign=1)
+        self._references = References(self._containers)
+        self._stubs = Stubs(self._references, self.call_test)
+        self._surroundings = surroundings.OfCode(self.call_test)
+        self._turn = threading.RLock()  # held by the thread that reads and writes
+        self._loop: Any = None
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Serve a request; return its value, or the exception that the code under test raised."""
+    def serve(self) -> None:
+        """Serve requests until the connection closes."""
+        with self._turn:
+            while (request := self._receive()) is not None:
+                self._send(self._answer(request))
+
+    def call_test(self, **call: Any) -> Any:
+        """Let the tests' side carry out an operation on one of its objects; return the result."""
+        with self._turn:
+            encode = self._references.encode
+            call["args"] = [encode(value) for value in call.get("args", ())]
+            call["kwargs"] = {key: encode(value) for key, value in call.get("kwargs", {}).items()}
+            self._send({"call": call})
+            while (request := self._receive()) is not None:
+                if request["do"] == "answer":
+                    if request["raised"] is not None:
+                        raise request["raised"]
+                    return request["value"]
+                self._send(self._answer(request))
+        os._exit(0)  # the tests have ended
+
+    def _receive(self) -> Any:
+        header = self._stream.read(HEADER.size)
+        if len(header) < HEADER.size:
+            return None
+        message = pickle.loads(self._stream.read(HEADER.unpack(header)[0]))
         try:
-            return {"value": self.encode(self._carry_out(request))}
+            return self._request(message)
+        except Exception as error:  # what the test sent can't be built here: the test is told
+            return {"do": "refuse", "args": (error,)}
+
+    def _request(self, message: dict[str, Any]) -> Any:
+        for number, kind, _ in message["shared"]:
+            if not self._containers.holds(number):
+                self._containers.create(number, kind)
+        request = self._load(message["request"])  # first, as it was encoded first
+        for number, _, content in message["shared"]:
+            self._containers.replace(number, self._load(content))
+        self._surroundings.update(message["surroundings"])
+        self._references.forget(message["forget"])
+        self._containers.forget(message["unused"])
+        return request
+
+    def _load(self, data: bytes) -> Any:
+        unpickler = pickle.Unpickler(io.BytesIO(data))
+        unpickler.persistent_load = self._find  # type: ignore[method-assign]
+        return unpickler.load()
+
+    def _find(self, reference: Any) -> Any:
+        kind, content = reference[0], reference[1:]
+        if kind == "theirs":
+            return self._references.find(*content)
+        if kind == "shared":
+            return self._containers.container(*content)
+        if kind == "module":
+            return importlib.import_module(*content)
+        return self._stubs.find(*content)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        message["shared"] = self._references.changed_containers()
+        message["classes"] = self._references.new_classes()
+        message |= self._surroundings.news(self._references.encode)
+        self._stream.write(json.dumps(message).encode() + b"\n")
+        self._stream.flush()
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve a request; return its value, or the exception that the code under test raised."""
+        self._turn.release()  # other threads of the code under test may call the tests meanwhile
+        try:
+            try:
+                value = self._carry_out(**request)
+            finally:
+                self._turn.acquire()
+            return {"value": self._references.encode(value)}
         except BaseException as error:  # even SystemExit: it must not end the server
-            return {"raised": self.encode(error), "text": str(error)[:10000]}
+            text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
+            return {"raised": self._references.encode(error), "traceback": text}
 
-    def _carry_out(self, request: dict[str, Any]) -> Any:
-        kind = request["do"]
-        if kind == "import":
-            return importlib.import_module(request["name"])
-        target = self._objects[request["of"]]
-        if kind == "get":
-            return getattr(target, request["name"])
-        arguments = [decode(item, self._find) for item in request.get("args", [])]
-        if kind == "set":
-            return setattr(target, request["name"], *arguments)
-        if kind == "call":
-            names = {key: decode(item, self._find) for key, item in request["kwargs"].items()}
-            return target(*arguments, **names)
-        if kind == "isinstance":
-            return isinstance(arguments[0], target)
-        return self._operate(request["name"], target, arguments)
+    def _carry_out(
+        self, *, do: str, of: Any = None, name: str = "", args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if do == "import":
+            return importlib.import_module(name)
+        if do == "get":
+            return getattr(of, name)
+        if do == "set":
+            return setattr(of, name, *args)
+        if do == "delete":
+            return delattr(of, name)
+        if do == "call":
+            return of(*args, **kwargs)
+        if do == "operate":
+            return operators.operate(name, of, list(args))
+        if do in ("isinstance", "issubclass"):
+            return (isinstance if do == "isinstance" else issubclass)(args[0], of)
+        if do == "subclass":
+            made = subclass(name, args[0], args[1], kwargs)
+            return self._references.keep(made), made
+        if do == "inherited":
+            return _inherited(of, name, *args)
+        return self._further(do, of, args)
 
-    @staticmethod
-    def _operate(name: str, target: Any, arguments: list[Any]) -> Any:
-        """Apply an operator or a built-in function, such as ``add`` or ``len``, to an object."""
-        if name in _BUILT_IN:
-            return getattr(builtins, name)(target, *arguments)
-        if name.startswith("r_"):
-            return getattr(operator, name[2:])(arguments[0], target)
-        if name in ("enter", "exit"):
-            return getattr(type(target), f"__{name}__")(target, *arguments)
-        return getattr(operator, name)(target, *arguments)
+    def _further(self, do: str, of: Any, args: Any) -> Any:
+        if do == "functions":
+            return [name for name, value in vars(of).items() if hasattr(value, "__get__")]
+        if do == "members":
+            return dict(vars(of))
+        if do == "content":
+            return plain_content(of)
+        if do == "copy":
+            return copy.copy(of)
+        if do == "deepcopy":
+            return copy.deepcopy(of)
+        if do == "dumps":
+            return pickle.dumps(of)
+        if do == "loads":
+            return pickle.loads(*args)
+        if do == "start":
+            return self._event_loop().create_task(_awaited(of))
+        if do == "cancel":
+            return of.cancel()
+        if do == "step":
+            return self._step(of)
+        if do == "refuse":
+            raise TypeError(f"what the test passed can't be created here: {args[0]!r}")
+        raise ValueError(f"unknown request: {do!r}")
 
-    def encode(self, value: Any) -> Any:
-        """Encode a value for the testing side."""
-        return encode(value, self._refer)
+    def _event_loop(self) -> Any:
+        if self._loop is None:
+            import asyncio
 
-    def _refer(self, value: Any) -> Any:
-        if len(self._objects) > _MOST_OBJECTS:
-            raise MemoryError(
-                "the tests hold references to too many objects of the code under test"
-            )
-        self._objects[id(value)] = value  # kept alive, so that its id stays unique
-        about: dict[str, Any] = {"id": id(value)}
-        if isinstance(value, type) and issubclass(value, BaseException):
-            about["bases"] = [base.__name__ for base in value.__mro__]
-        elif isinstance(value, BaseException):
-            about["error"] = encode(type(value), self._refer)
-        return {"object": about}
+            self._loop = asyncio.new_event_loop()
+        return self._loop
 
-    def _find(self, kind: str, content: Any) -> Any:
-        if kind != "object":
-            raise ValueError(f"unknown kind of value: {kind!r}")
-        return self._objects[content]
+    def _step(self, task: Any) -> Any:
+        """Run coroutines for a short time; return whether the task is done, and its result."""
+        loop = self._event_loop()
+        if not task.done():
+            timer = loop.call_later(_STEP_S, loop.stop)
+            task.add_done_callback(_stop)
+            loop.run_forever()
+            task.remove_done_callback(_stop)
+            timer.cancel()
+        return (True, task.result()) if task.done() else (False, None)
 
 
-def main() -> None:
-    """Serve requests from the socket on stdin until it closes."""
+def _inherited(instance: Any, name: str, owner: type) -> Any:
+    """Return what ``owner`` defines by this name, bound to an instance of a subclass."""
+    order = type(instance).__mro__
+    before = order.index(owner) - 1
+    return getattr(instance, name) if before < 0 else getattr(super(order[before], instance), name)
+
+
+def _stop(task: Any) -> None:
+    task.get_loop().stop()
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def main(paths: Sequence[str], packages: Sequence[str]) -> None:
+    """Serve requests from the socket on stdin until it closes.
+
+    Modules are imported from the working folder, from ``paths`` below it, and from ``packages``.
+    """
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.path.insert(0, os.getcwd())
-    code = CodeUnderTest()
-    with connection, connection.makefile("rwb") as lines:
-        while line := lines.readline(LONGEST_LINE):
-            answer = code.answer(json.loads(line))
-            lines.write(json.dumps(answer).encode() + b"\n")
-            lines.flush()
+    sys.path[:0] = [os.getcwd(), *map(os.path.abspath, paths)]
+    sys.path.extend(packages)
+    with connection:
+        CodeUnderTest(connection).serve()

@@ -27,8 +27,12 @@ def carry_out(
     os.environ.update(environment | header["environment"])
     os.chdir(environment["HOME"])
     os.chdir(header["folder"])
+    executable = set(header.get("executable", ()))
     for path, content in zip(header["files"], contents, strict=True):
-        _write(path, content)
+        _write(path, content, executable=path in executable)
+    for path, target in header.get("links", {}).items():
+        _make_parents(path)
+        os.symlink(target, path)
     kind = header["kind"]
     if kind == "argv":
         return _execute(header["argv"])
@@ -43,17 +47,20 @@ def carry_out(
     if kind in ("code_under_test", "tests"):
         interpreter.fresh_main("", environment["HOME"])
         if kind == "tests":
-            return test_runner.main(header["modules"], header["packages"], header["files"])
-        code_under_test.main()
+            return test_runner.main(header)
+        code_under_test.main(header["paths"], header["packages"])
         return 0
     if kind == "pack":
         return archive.pack(header["paths"])
     return archive.unpack()
 
 
-def _write(path: str, content: bytes) -> None:
+def _write(path: str, content: bytes, *, executable: bool) -> None:
     _make_parents(path)
-    with open(path, "wb") as file:
+    # The mode is set on creation, because not all tiers allow changing it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o777 if executable else 0o666)
+    with open(descriptor, "wb") as file:
         file.write(content)
 
 

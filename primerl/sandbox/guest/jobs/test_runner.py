@@ -5,22 +5,26 @@ Importing a listed module returns a proxy whose attributes, calls and operators 
 process, and it can't reach the results that this process reports. Plain values are compared here.
 """
 
-import builtins
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import socket
 import sys
+import tempfile
 import types
 from collections.abc import Sequence
 from typing import Any
 
-from primerl.sandbox.guest.jobs.remote_objects import Link, RemoteObject
+from primerl.sandbox.guest.jobs.links import Link, RemoteModule, local_spec
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import hook that loads listed modules and their submodules from the code under test."""
+    """An import hook that loads listed modules and their submodules from the code under test.
+
+    A submodule that is not listed itself, and that has a file here, is imported from that file: it
+    belongs to the tests.
+    """
 
     def __init__(self, link: Link, modules: Sequence[str]) -> None:
         self._link = link
@@ -30,14 +34,20 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, name: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec for a listed module or one of its submodules, else None."""
-        del path, target  # the top-level name decides for all submodules
-        if name.partition(".")[0] in self._modules:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
+        del target
+        if name.partition(".")[0] not in self._modules:
+            return None
+        local = local_spec(name, path)
+        if local is not None and name not in self._modules:
+            return local
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if local is not None and local.submodule_search_locations is not None:
+            spec.submodule_search_locations = list(local.submodule_search_locations)
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         """Import the module in the other sandbox, and return a proxy for it."""
-        module = _Module(spec.name)
+        module = RemoteModule(spec.name)
         module.__dict__["_stand_in"] = self._link.ask(do="import", name=spec.name)
         return module
 
@@ -45,57 +55,67 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: the module was executed in the other sandbox."""
 
 
-class _Module(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__all__", "__version__"):
-            raise AttributeError(name)
-        stand_in = self.__dict__["_stand_in"]
-        asking = sys._getframe(1)
-        if name == "__all__" and asking.f_locals is asking.f_globals:  # import * at module level
-            return _starred(stand_in, taken={*dir(builtins), *asking.f_globals})
-        return getattr(stand_in, name)
-
-
-def _starred(module: RemoteObject, *, taken: set[str]) -> list[str]:
-    """Return the names for ``import *``, without those in ``taken``, such as ``abs``."""
-    try:
-        names = module.__all__
-    except AttributeError:
-        names = [name for name in module._operate("dir") if not name.startswith("_")]
-    return [name for name in names if name not in taken]
-
-
 class Reporter:
     """A pytest plugin that reports each test's outcome."""
 
-    def __init__(self, channel: int) -> None:
+    def __init__(self, channel: int, link: Link) -> None:
         self._channel = channel
+        self._link = link
         self._outcomes: dict[str, str] = {}
+        self._called: set[str] = set()
+
+    def pytest_configure(self, config: Any) -> None:
+        """Keep pytest-xdist from using other processes, which would lack the import hook."""
+        if hasattr(config.option, "dist"):
+            config.option.dist = "no"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Record the outcome of one phase of a test; the worst phase counts."""
-        before = self._outcomes.get(report.nodeid, "passed")
+        self._explain(report)
+        name = report.nodeid
+        before = self._outcomes.get(name, "passed")
         if report.outcome != "passed" and before in ("passed", "skipped"):
-            self._outcomes[report.nodeid] = report.outcome
+            self._outcomes[name] = report.outcome
         elif report.when == "call":
-            self._outcomes[report.nodeid] = before
+            self._called.add(name)
+        elif report.when == "teardown" and name in self._called:
+            # Not before: code under test can interrupt the session in the teardown.
+            self._outcomes.setdefault(name, "passed")
 
-    def pytest_sessionfinish(self) -> None:
-        """Write all outcomes to the channel as JSON."""
-        data = json.dumps(self._outcomes).encode()
+    def pytest_collectreport(self, report: Any) -> None:
+        """Explain why a file could not be collected."""
+        self._explain(report)
+
+    def _explain(self, report: Any) -> None:
+        """Add the last traceback of the code under test to the report of a failure."""
+        if report.failed and self._link.traceback:
+            title = "Last traceback in the code under test"
+            report.sections.append((title, self._link.traceback))
+        self._link.traceback = ""
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        """Write all outcomes to the channel as JSON, by names relative to the working folder."""
+        named = session.config.cwd_relative_nodeid
+        data = json.dumps({named(name): value for name, value in self._outcomes.items()}).encode()
         with open(self._channel, "wb", closefd=False) as file:
             file.write(data)
 
 
-def main(modules: list[str], packages: list[str], files: list[str]) -> int:
-    """Run pytest on ``files``; send outcomes to stdout and pytest's own output to stderr."""
+def main(header: dict[str, Any]) -> int:
+    """Run pytest on ``header["run"]``; send outcomes to stdout and pytest's output to stderr."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     channel = os.dup(1)
     os.dup2(2, 1)
-    sys.meta_path.insert(0, _Finder(Link(connection), modules))
-    sys.path.extend(packages)
+    link = Link(connection, folder=os.getcwd())
+    sys.meta_path.insert(0, _Finder(link, header["modules"]))
+    sys.path[:0] = [os.getcwd(), *map(os.path.abspath, header["paths"])]
+    sys.path.extend(header["packages"])
     import pytest
 
-    options = ["-p", "no:cacheprovider", "-q", "--import-mode=importlib", "-o", "addopts="]
-    return int(pytest.main([*options, *files], plugins=[Reporter(channel)]))
+    temporary = os.path.join(tempfile.gettempdir(), "pytest")  # as the link has set it
+    options = ["-p", "no:cacheprovider", "-q", f"--basetemp={temporary}"]
+    try:
+        return int(pytest.main([*options, *header["run"]], plugins=[Reporter(channel, link)]))
+    finally:
+        sys.stdout.flush()  # this process ends without doing so

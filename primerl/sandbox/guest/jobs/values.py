@@ -4,9 +4,11 @@
 it.
 """
 
+from collections import Counter
 from typing import Any
 
 _MOST_DEPTH = 50
+_MOST_WITH_ONE_HASH = 100
 _COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
 
 
@@ -61,9 +63,23 @@ def decode(encoded: Any, find: Any = None, depth: int = 0) -> Any:
     else:
         items = [decode(item, find, depth + 1) for item in content]
     try:
+        if find is None and kind in ("set", "frozenset", "dict"):  # not where a hash is a call
+            _check_hashes(items if kind != "dict" else [key for key, _ in items])
         return _COLLECTIONS[kind](items)
     except TypeError as error:  # an unhashable element or key
         raise ValueError(f"a message holds a malformed {kind}: {error}") from None
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Refuse keys with which a hash table would take quadratic time, such as multiples of 2^61 - 1.
+
+    Raises:
+        TypeError: a key has no hash.
+        ValueError: too many keys have the same hash.
+    """
+    hashes = Counter(hash(key) for key in keys)
+    if max(hashes.values(), default=0) > _MOST_WITH_ONE_HASH:
+        raise ValueError("a message holds a collection whose keys have equal hashes")
 
 
 def _number(kind: str, content: str) -> Any:

@@ -107,7 +107,12 @@ def expert(task: Mapping[str, Any], *, rewrite: bool = False) -> Expert:
 
 
 async def conversations(
-    tiers: Sequence[str], *, split: str, rewrite: bool = False, concurrency: int = 4
+    tiers: Sequence[str],
+    *,
+    split: str,
+    program: str = "all",
+    rewrite: bool = False,
+    concurrency: int = 4,
 ) -> list[Any]:
     """Return the expert's conversations on all tasks of the tiers, in the order of the tasks.
 
@@ -120,7 +125,7 @@ async def conversations(
         environment = rollout.verifiers(
             "bugfix",
             tokenizer=None,
-            config={"taskset": {"tier": tier, "split": split}},
+            config={"taskset": {"tier": tier, "split": split, "program": program}},
             keep_conversation=True,
         )
 
@@ -138,6 +143,12 @@ async def conversations(
         finally:
             await environment.aclose()
     return found
+
+
+def without_calls(conversation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the conversation of an agent that only gives the expert's last reply."""
+    system, statement, *_, last = conversation["messages"]
+    return {**conversation, "messages": [system, statement, last]}
 
 
 def as_text(conversation: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Grading: run a repository's hidden tests in a new sandbox, and compare the results on the host.
 
-The new sandbox gets only the program's own modules, so that other files of the agent have no
-effect. It also gets the inputs of the tests, but never the expected values (see
-``primerl.sandbox.grade``).
+The new sandbox gets only the program's own modules and those that the agent added, so that other
+files of the agent have no effect. It also gets the inputs of the tests, but never the expected
+values (see ``primerl.sandbox.grade``).
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ class Grade:
 async def grade_files(
     pool: SandboxPool, program: Program, files: Mapping[str, str], *, timeout_s: float = 10.0
 ) -> Grade:
-    """Run the hidden tests of a program on ``files``, the texts of its modules by path.
+    """Run the hidden tests of a program on ``files``, the texts of all modules by path.
 
     Raises:
         SandboxError: no sandbox could be created.

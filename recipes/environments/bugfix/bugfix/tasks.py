@@ -1,6 +1,8 @@
 """Tasks of the bugfix environment and their scoring."""
 
+import contextlib
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from primerl.sandbox import SandboxPool
 
 FILE = Path(__file__).parent / "tasks.jsonl"
 MOST_BYTES = 200_000  # per graded module
+MOST_HELPERS = 50  # modules that the agent added
+_MODULE_PATH = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
 TIERS = ("easiest", "easy", "medium", "hard")
 SYSTEM = (
     "Fix the bug. edit replaces a text that occurs once in a file; bash runs a command. "
@@ -95,6 +99,7 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
                 path: (await runtime.read(path, max_bytes=MOST_BYTES)).decode()
                 for path in self.program.files
             }
+            files |= await helpers(runtime, self.program)
         except (vf.SandboxError, OSError, UnicodeDecodeError) as error:
             # An agent may end its own sandbox or remove the files, and then gets 0. It can't close
             # the pool.
@@ -108,15 +113,53 @@ class Fix(vf.Task[Bug, vf.State, FixConfig]):
             return await grade_files(own, self.program, files, timeout_s=timeout_s)
 
 
+async def helpers(runtime: vf.Runtime, program: corpus.Program) -> dict[str, str]:
+    """Read the modules that the agent added, by path; unreadable files are left out.
+
+    A package named like a module of the program, or a module named like its package, is left out:
+    Python could import it instead of the program, which would hide the bug rather than fix it.
+    """
+    found = await runtime.run(["find", ".", "-name", "*.py", "-type", "f"], {})
+    paths = sorted(line.removeprefix("./") for line in found.stdout.splitlines())
+    taken = {module(path) for path in program.files}
+    added = {}
+    for path in paths:
+        if len(added) == MOST_HELPERS:
+            break
+        if not _MODULE_PATH.fullmatch(path) or hides(path, taken):
+            continue
+        with contextlib.suppress(vf.SandboxError, OSError, UnicodeDecodeError):
+            added[path] = (await runtime.read(path, max_bytes=MOST_BYTES)).decode()
+    return added
+
+
+def module(path: str) -> str:
+    """Return the path of a module without its ending: that of a package is its folder."""
+    return path.removesuffix(".py").removesuffix("/__init__")
+
+
+def hides(path: str, taken: set[str]) -> bool:
+    """Whether a file is, or is below, one of the modules ``taken``.
+
+    Submodules that an agent adds to a package of the program are not: their package is the
+    program's own.
+    """
+    name = module(path)
+    parents = [name[:end] for end in range(len(name)) if name[end] == "/"]
+    packages = {one.rpartition("/")[0] for one in taken}
+    return name in taken or any(one in taken and one not in packages for one in parents)
+
+
 class Options(vf.TasksetConfig):
     """Options that select tasks.
 
     ``tier`` "all" gives all tiers, the easiest first. ``split`` selects programs, so no program is
-    in both splits.
+    in both splits. ``program`` is the name of the only program of the tasks; "all" selects all.
     """
 
     tier: Literal["all", "easiest", "easy", "medium", "hard"] = "all"
     split: Literal["train", "eval", "all"] = "train"
+    program: str = "all"
     task: FixConfig = FixConfig()
 
 
@@ -124,13 +167,22 @@ class Bugfix(vf.Taskset[Fix, Options]):
     """Taskset of programs with seeded bugs."""
 
     def load(self) -> Iterator[Fix]:
-        """Yield the tasks of the tier and the split, tier by tier; programs alternate."""
+        """Yield the tasks of the tier, the split and the program, by tier; programs alternate.
+
+        Raises:
+            ValueError: there is no program of this name.
+        """
+        only = self.config.program
+        if only != "all" and only not in corpus.programs():
+            known = ", ".join(sorted(corpus.programs()))
+            raise ValueError(f"program is {only!r}; expected all, or one of {known}")
         wanted = TIERS if self.config.tier == "all" else (self.config.tier,)
         made = [self._task(number, row) for number, row in enumerate(rows())]
         for tier in wanted:
             for task in made:
                 in_split = self.config.split in ("all", task.program.split)
-                if in_split and task.data.tier == tier:
+                chosen = only in ("all", task.data.program)
+                if in_split and chosen and task.data.tier == tier:
                     yield task
 
     def _task(self, number: int, row: dict[str, Any]) -> Fix:

@@ -1,7 +1,6 @@
 """Tasks of the python-math environment and their scoring."""
 
 import itertools
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Literal
@@ -9,13 +8,11 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
+from python_math.answers import answered
 from python_math.problems import problem
 
 SYSTEM = 'Compute with the python tool, then reply with "Answer: " and the number.'
 STREAM = 1_000_000  # distance between the first tasks of two consecutive seeds
-MOST_CHARACTERS = 100  # per answer
-_ANSWER = re.compile(r"answer\s*:\s*\**\s*([^\n]*)", re.IGNORECASE)
-_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d[\d,]*)?")
 
 
 class Question(vf.TaskData):
@@ -81,21 +78,3 @@ class PythonMath(vf.Taskset[Solve, Options]):
                 level=level,
             )
             yield Solve(data, self.config.task)
-
-
-def answered(reply: str) -> Fraction | None:
-    """Parse the exact number after the last "Answer:"; None if there is not exactly one number.
-
-    The number is an integer, a decimal or a fraction, possibly with commas between thousands.
-    Expressions are not evaluated, so no reply can make parsing slow.
-    """
-    found = _ANSWER.findall(reply)
-    if not found:
-        return None
-    numbers = _NUMBER.findall(found[-1][:MOST_CHARACTERS])
-    if len(numbers) != 1:
-        return None
-    try:
-        return Fraction(re.sub(r"[,\s]", "", numbers[0]))
-    except (ValueError, ZeroDivisionError):
-        return None

@@ -1,5 +1,6 @@
 """Reader for JSON lines files of issues, in the format of this environment or of SWE-bench."""
 
+import difflib
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +9,16 @@ from typing import Any
 
 import attrs
 
+from swe_folder.git import is_repository
+
 IMAGE = "swebench/sweb.eval.x86_64.{id}:latest"
 TESTBED = "/testbed"  # path of the repository in SWE-bench's images
+
+
+_KEYS = (
+    *("id", "folder", "base_commit", "problem_statement", "patch", "test_patch", "tests"),
+    *("test_command", "modules", "inputs"),
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -18,7 +27,7 @@ class Issue:
 
     ``folder`` is a git repository on this machine. If it is None, the container image ``image`` has
     the repository. ``expected`` names the tests that must pass, ``modules`` the Python modules that
-    are tested in isolation.
+    are tested in isolation, and ``inputs`` the files of the test patch that these may read.
     """
 
     id: str
@@ -29,9 +38,15 @@ class Issue:
     expected: tuple[str, ...]
     test_command: tuple[str, ...]
     modules: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     folder: str | None = None
     image: str | None = None
     workdir: str = "."
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files with the expected tests."""
+        return tuple(dict.fromkeys(name.split("::", 1)[0] for name in self.expected))
 
 
 def read(path: Path, *, image: str = IMAGE) -> Iterator[Issue]:
@@ -40,27 +55,56 @@ def read(path: Path, *, image: str = IMAGE) -> Iterator[Issue]:
     Raises:
         ValueError: a row has neither format; the message begins with ``FILE:LINE``.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{place}: not valid JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{place}: expected a JSON object")
-            yield _bench(row, place, image) if "instance_id" in row else _folder(row, place, path)
+    for place, line in lines(path):
+        yield parsed(line, place, path, image=image)
+
+
+def lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file that are not empty, each after its place (``FILE:LINE``).
+
+    Raises:
+        ValueError: the file is not UTF-8.
+    """
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error})") from None
+
+
+def parsed(line: str, place: str, path: Path, *, image: str = IMAGE) -> Issue:
+    """Return the issue of a line of ``path``.
+
+    Raises:
+        ValueError: the line has neither format; the message begins with ``place``.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not valid JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected a JSON object")
+    return _bench(row, place, image) if "instance_id" in row else _folder(row, place, path)
 
 
 def _folder(row: Mapping[str, Any], place: str, path: Path) -> Issue:
     needed = ("id", "folder", "base_commit", "problem_statement", "patch")
     _require(row, place, needed)
     folder = (path.parent / str(row["folder"])).resolve()
-    if not (folder / ".git").exists():
+    if not is_repository(folder):
         raise ValueError(f"{place}: {folder} is not a git repository")
-    expected = tuple(row.get("tests", ()))
+    _require_known(row, place)
+    if not str(row["patch"]).strip():
+        raise ValueError(f"{place}: 'patch' is empty; expected the reference solution")
+    expected = _listed(row, "tests", place)
+    files = [name for name in expected if "::" not in name]
+    if files and not row.get("test_command"):
+        raise ValueError(
+            f"{place}: 'tests' has {files[0]!r}; expected the names of tests, as pytest writes "
+            "them: FILE::TEST"
+        )
     if not expected and not row.get("test_command"):
         raise ValueError(f"{place}: expected 'tests' that must pass, or a 'test_command'")
     return Issue(
@@ -71,7 +115,8 @@ def _folder(row: Mapping[str, Any], place: str, path: Path) -> Issue:
         test_patch=str(row.get("test_patch", "")),
         expected=expected,
         test_command=_command(row.get("test_command"), expected),
-        modules=tuple(row.get("modules", ())),
+        modules=_listed(row, "modules", place),
+        inputs=_listed(row, "inputs", place),
         folder=str(folder),
     )
 
@@ -98,10 +143,25 @@ def _bench(row: Mapping[str, Any], place: str, image: str) -> Issue:
     )
 
 
+def _require_known(row: Mapping[str, Any], place: str) -> None:
+    """Check that no key is a misspelled one; other keys are left to the user."""
+    for name in row.keys() - _KEYS:
+        meant = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.8)
+        if meant:
+            raise ValueError(f"{place}: unknown key {name!r}; did you mean {meant[0]!r}?")
+
+
 def _require(row: Mapping[str, Any], place: str, needed: Sequence[str]) -> None:
     missing = [name for name in needed if name not in row]
     if missing:
         raise ValueError(f"{place}: {', '.join(missing)} is missing; the row has {', '.join(row)}")
+
+
+def _listed(row: Mapping[str, Any], name: str, place: str) -> tuple[str, ...]:
+    value = row.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{place}: '{name}' must be a list of strings, not {value!r:.80}")
+    return tuple(value)
 
 
 def _names(value: Any) -> tuple[str, ...]:

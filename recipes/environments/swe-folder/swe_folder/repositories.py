@@ -1,174 +1,170 @@
-"""Repositories as mappings from path to content: read commits, apply patches, select files."""
+"""Repositories as mappings from path to file: archives, and the files to grade."""
 
-import fnmatch
 import io
-import os
-import subprocess
-import sys
+import itertools
 import tarfile
-import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Collection, Iterable
+from pathlib import PurePosixPath
 
-MOST_BYTES = 64 << 20  # per repository
-GIT_S = 60.0
-
-# Files that control how tests run. The agent's versions are ignored.
-_STEERING = (
-    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
-    *("sitecustomize.py", "usercustomize.py", "*.pth", "*.pyc", "*.so", ".coveragerc"),
-    *("test_*.py", "*_test.py", "noxfile.py"),
-)
-_FOLDERS = ("tests", "test", "testing", "__pycache__", ".git")
-_TOOLS = ("pytest", "_pytest", "pluggy", "py", "iniconfig", "packaging", "primerl")
+from primerl.sandbox import Executable, SymbolicLink
+from swe_folder import archives
+from swe_folder.git import MOST_BYTES, Files
+from swe_folder.layouts import CODE, Layout
+from swe_folder.paths import resolved
 
 
-def committed(folder: str, commit: str) -> dict[str, bytes]:
-    """Read the files of a commit from a git repository on this machine.
-
-    Raises:
-        ValueError: the commit does not exist.
-    """
-    command = ["git", "-C", folder, "archive", "--format=tar", f"{commit}^{{commit}}"]
-    done = subprocess.run(command, capture_output=True, timeout=GIT_S, check=False)
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        raise ValueError(f"{folder} at {commit}: {said}")
-    return unpacked(done.stdout)
-
-
-def patched(files: Mapping[str, bytes], patch: str) -> dict[str, bytes]:
-    """Return the files with a patch applied.
-
-    Raises:
-        ValueError: the patch does not apply.
-    """
-    if not patch.strip():
-        return dict(files)
-    with tempfile.TemporaryDirectory() as folder:
-        for path, content in files.items():
-            place = Path(folder, path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
-        # Keep git from finding a repository of this machine around the temporary folder.
-        variables = {**os.environ, "GIT_CEILING_DIRECTORIES": str(Path(folder).parent)}
-        done = subprocess.run(
-            ["git", "apply", "--whitespace=nowarn", "-"],
-            cwd=folder,
-            env=variables,
-            input=patch.encode(),
-            capture_output=True,
-            timeout=GIT_S,
-            check=False,
-        )
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            raise ValueError(f"the patch does not apply: {said}")
-        return {
-            path.relative_to(folder).as_posix(): path.read_bytes()
-            for path in sorted(Path(folder).rglob("*"))
-            if path.is_file() and not path.is_symlink()
-        }
-
-
-def packed(files: Mapping[str, bytes]) -> bytes:
+def packed(files: Files) -> bytes:
     """Pack files into a tar archive."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, content in files.items():
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path, file in files.items():
             about = tarfile.TarInfo(path)
+            if isinstance(file, SymbolicLink):
+                about.type, about.linkname = tarfile.SYMTYPE, file.target
+                archive.addfile(about)
+                continue
+            content = file.content if isinstance(file, Executable) else file
             about.size = len(content)
-            about.mode = 0o755 if content.startswith(b"#!") else 0o644
+            about.mode = 0o755 if isinstance(file, Executable) else 0o644
             archive.addfile(about, io.BytesIO(content))
     return buffer.getvalue()
 
 
-def unpacked(archive: bytes) -> dict[str, bytes]:
-    """Unpack the regular files of an untrusted tar archive, without writing to disk.
+def unpacked(archive: bytes) -> Files:
+    """Unpack the regular files and symbolic links of an untrusted tar archive, in memory.
 
     Raises:
         ValueError: the bytes are not an archive, or the files have too many bytes.
     """
-    files = {}
-    originals: dict[str, tarfile.TarInfo] = {}
+    files: Files = {}
+    originals: dict[str, archives.Member] = {}
     left = MOST_BYTES
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
-            for about in opened:
-                path = PurePosixPath(about.name)
-                # A hard link refers to an earlier file of the archive.
-                file = originals.get(about.linkname) if about.islnk() else about
-                if file is None or not file.isreg() or not path.parts:
-                    continue
-                if path.is_absolute() or ".." in path.parts:
-                    continue
-                left -= file.size
-                content = opened.extractfile(file)
-                if left < 0 or content is None:
-                    raise ValueError(f"the archive has more than {MOST_BYTES} bytes")
-                files[path.as_posix()] = content.read()
-                originals[about.name] = file
-    except (tarfile.TarError, EOFError, OSError, UnicodeError, RecursionError) as error:
+        for member in archives.members(archive):
+            path = PurePosixPath(member.name)
+            # A hard link refers to an earlier file of the archive.
+            file = originals.get(member.target) if member.kind == "link" else member
+            if file is None or file.kind not in ("file", "symbolic link") or not path.parts:
+                continue
+            if path.is_absolute() or ".." in path.parts:
+                continue
+            left -= len(file.content) + len(file.target)
+            if left < 0:
+                raise ValueError(f"the archive has more than {MOST_BYTES} bytes")
+            originals[member.name] = file
+            if file.kind == "symbolic link":
+                files[path.as_posix()] = SymbolicLink(file.target)
+            else:
+                executable = file.executable
+                files[path.as_posix()] = Executable(file.content) if executable else file.content
+    except archives.BadArchive as error:
         raise ValueError(f"the files are not a valid archive: {error}") from error
     return files
 
 
-def graded(
-    base: Mapping[str, bytes], changed: Mapping[str, bytes], tests: Mapping[str, bytes]
-) -> dict[str, bytes]:
-    """Combine the files to test: the agent's code, and the repository's own tests.
+def with_own_tests(layout: Layout, *, base: Files, changed: Files, tests: Files) -> Files:
+    """Return the agent's code together with the repository's own tests, for one sandbox.
 
-    Files that control how tests run also come from the repository. New files that do so are
-    dropped, and so are new files that shadow other modules. Files whose path conflicts with a
-    folder of the repository's own files, or the other way round, are dropped too.
+    New modules of the agent that shadow other modules are left out, and packages that contain
+    tests stay packages.
 
     Args:
-        base: the files of the commit.
+        layout: the repository's layout.
+        base: the files of the base commit.
         changed: the files that the agent left.
-        tests: the files of the commit with the hidden tests.
+        tests: the files of the base commit with the test patch.
     """
-    own = {path: content for path, content in tests.items() if steers(path)}
-    added = {path: content for path, content in tests.items() if base.get(path) != content}
-    fixed = own | added
-    folders = {folder for path in (*changed, *fixed) for folder in folders_of(path)}
-    kept = {
-        path: content
-        for path, content in changed.items()
-        if not steers(path)
-        and (path in base or not shadows(path))
-        and path not in folders
-        and fixed.keys().isdisjoint(folders_of(path))
+    own = {path: file for path, file in tests.items() if layout.is_material(path)}
+    above = {str(parent) for path in own if path.endswith(".py") for parent in _parents(path)}
+    for folder in above:
+        package = str(PurePosixPath(folder, "__init__.py"))
+        if package in base and package not in changed and package not in own:
+            own[package] = base[package]
+
+    def kept(path: str) -> bool:
+        if path in base:
+            return True
+        name = PurePosixPath(path)
+        return not layout.shadows(path) and not (
+            name.name == "__init__.py" and str(name.parent) in above
+        )
+
+    return _combined(layout, changed, own, kept)
+
+
+def code_under_test(
+    layout: Layout, *, base: Files, changed: Files, inputs: Files | None = None
+) -> Files:
+    """Return the files for the sandbox of the code under test, which has no hidden tests.
+
+    ``inputs`` are files of the test patch that the code under test may read.
+    """
+    own = {path: file for path, file in base.items() if path in layout.material}
+    return _combined(layout, changed, own | (inputs or {}), lambda path: True)  # noqa: ARG005
+
+
+def suite(layout: Layout, *, changed: Files, tests: Files) -> Files:
+    """Return the files for the sandbox of the tests.
+
+    They are the repository's own, without the code under test. Data files that the reference patch
+    changes are the agent's.
+    """
+    own = {
+        path: file
+        for path, file in tests.items()
+        if (path in layout.material or not path.endswith(CODE)) and path not in layout.product
     }
-    return kept | fixed
+    for path, file in list(own.items()):  # links to modules of the code under test
+        if isinstance(file, SymbolicLink) and path.endswith(CODE):
+            target = tests.get(resolved(path, file.target) or "")
+            own[path] = target if isinstance(target, (bytes, Executable)) else file
+    own |= {f"{package}/__init__.py": b"" for package in layout.packages}
+    data: Files = {
+        path: file
+        for path, file in changed.items()
+        if path in layout.product and not isinstance(file, SymbolicLink)
+    }
+    return _combined(layout, data, own, lambda path: True)  # noqa: ARG005
 
 
-def folders_of(path: str) -> list[str]:
-    """Return the folders that contain a file, innermost first."""
-    return [folder.as_posix() for folder in PurePosixPath(path).parents]
+def _combined(layout: Layout, changed: Files, own: Files, kept: Callable[[str], bool]) -> Files:
+    """Return the repository's ``own`` files and the agent's, except the agent's test material.
+
+    Files of the agent whose path conflicts with a folder of the repository's own files, or the
+    other way round, are left out.
+    """
+    conflicting = folders_among({*changed, *own}) | paths_below(changed, own)
+    agents = {
+        path: file
+        for path, file in changed.items()
+        if path not in conflicting and not layout.is_material(path) and kept(path)
+    }
+    return agents | own
 
 
-def steers(path: str) -> bool:
-    """Check whether a file is a test or controls how tests run."""
-    parts = PurePosixPath(path).parts
-    return any(part in _FOLDERS for part in parts[:-1]) or any(
-        fnmatch.fnmatch(parts[-1], pattern) for pattern in _STEERING
-    )
+def _parents(path: str) -> Iterable[PurePosixPath]:
+    return PurePosixPath(path).parents
 
 
-def shadows(path: str) -> bool:
-    """Check whether a module would shadow one of Python's standard library or of the test tools."""
-    parts = PurePosixPath(path).parts
-    name = parts[0] if len(parts) > 1 else parts[0].removesuffix(".py")
-    return name in sys.stdlib_module_names or name in _TOOLS
+def folders_among(paths: Collection[str]) -> set[str]:
+    """Return the paths that are folders of other paths."""
+    # In this order, a folder stands right before what it contains. To list the folders of each
+    # path would take memory that is quadratic in the length of the path.
+    ordered = sorted(f"{path}/" for path in paths)
+    return {
+        path.removesuffix("/")
+        for path, following in itertools.pairwise(ordered)
+        if following.startswith(path)
+    }
 
 
-def modules(files: Iterable[str]) -> list[str]:
-    """Return the top-level modules and packages of a repository, without its tests."""
+def paths_below(paths: Iterable[str], places: Collection[str]) -> set[str]:
+    """Return the paths below ``places``."""
     found = set()
-    for path in files:
-        parts = PurePosixPath(path).parts
-        if parts[-1] == "__init__.py" and len(parts) == 2:
-            found.add(parts[0])
-        elif len(parts) == 1 and path.endswith(".py") and not steers(path):
-            found.add(path.removesuffix(".py"))
-    return sorted(found - set(_FOLDERS) - {"setup"})
+    place: str | None = None
+    for path in sorted(f"{path}/" for path in {*paths, *places}):
+        if place is not None and path.startswith(place):
+            found.add(path.removesuffix("/"))
+        elif path.removesuffix("/") in places:
+            place = path
+    return found

@@ -2,25 +2,26 @@
 
 import asyncio
 import contextlib
-import re
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import attrs
 import verifiers.v1 as vf
-from verifiers.v1.runtimes import provision_runtime
 
-from primerl.sandbox import SandboxPool, grade_repository, verifiers_runtime
-from swe_folder import repositories
+from primerl.sandbox import SandboxPool
+from swe_folder import git, grading
+from swe_folder.git import Files
+from swe_folder.grading import verdict
 from swe_folder.issues import IMAGE, Issue, read
+from swe_folder.layouts import by_names
+from swe_folder.patches import without_steering
+from swe_folder.runtimes import apply, fresh, listed, made_in, put, taken
 
 SYSTEM = (
     "Resolve the issue in this repository. edit replaces a text that occurs once in a file; bash "
     "runs a command. When it is resolved, say so."
 )
-MOST_BYTES = repositories.MOST_BYTES
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 class IssueData(vf.TaskData):
@@ -29,11 +30,21 @@ class IssueData(vf.TaskData):
     base_commit: str
     patch: str
     test_patch: str
-    expected: list[str]
-    test_command: list[str]
-    modules: list[str]
+    expected: tuple[str, ...]
+    test_command: tuple[str, ...]
+    modules: tuple[str, ...]
+    inputs: tuple[str, ...]
     folder: str | None = None
     place: str = "."
+
+    @property
+    def issue(self) -> Issue:
+        """The issue, without its statement."""
+        names = [
+            field.name for field in attrs.fields(Issue) if field.name in type(self).model_fields
+        ]
+        given = {name: getattr(self, name) for name in names}
+        return Issue(**given | {"statement": "", "workdir": self.place})
 
 
 class ResolveConfig(vf.TaskConfig):
@@ -53,17 +64,21 @@ class ResolveConfig(vf.TaskConfig):
 class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
     """Task: make the hidden tests pass without breaking the other tests."""
 
-    @property
-    def base(self) -> dict[str, bytes]:
-        """The repository as the agent finds it, by path."""
+    def base(self, patch: str = "") -> Files:
+        """Return the repository as the agent finds it, by path, with a patch applied.
+
+        Raises:
+            RuntimeError: the repository is in a container's image.
+            ValueError: the commit can't be read, or the patch does not apply.
+        """
         if self.data.folder is None:
             raise RuntimeError(f"the repository of {self.data.id} is in its image, not in a folder")
-        return repositories.committed(self.data.folder, self.data.base_commit)
+        return git.committed(self.data.folder, self.data.base_commit, patch)
 
     async def setup(self, runtime: vf.Runtime) -> None:
         """Write the repository into the sandbox. A container's image already has it."""
         if self.data.folder is not None:
-            await put(runtime, await asyncio.to_thread(lambda: self.base))
+            await put(runtime, await asyncio.to_thread(self.base))
 
     @vf.reward
     async def resolved(self, trace: vf.Trace, runtime: vf.Runtime) -> float:
@@ -86,8 +101,9 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
             ValueError: the patch does not apply.
         """
         if self.data.folder is not None:
-            files = await asyncio.to_thread(lambda: repositories.patched(self.base, patch))
-            await put(runtime, files)
+            files = await asyncio.to_thread(self.base, patch)
+            removed = sorted({*await asyncio.to_thread(self.base)} - {*files})
+            await put(runtime, files, removed=removed)
             return
         await apply(runtime, self.data.place, patch)
 
@@ -97,6 +113,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         Returns whether the tests pass, and the reason if they do not.
 
         Raises:
+            ValueError: the issue's repository or patches can't be read.
             SandboxError: the sandboxes failed through no fault of the agent.
         """
         if self.data.folder is None:
@@ -109,156 +126,40 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
             if pool is not None and not pool.alive:
                 raise
             return False, f"the repository can't be read: {error}"
-        base, tests = await asyncio.to_thread(self._with_tests)
-        files = repositories.graded(base, changed, tests)
+        issue = self.data.issue
+        packages = self.config.packages
+        await asyncio.to_thread(grading.source, issue, tuple(packages))
         async with contextlib.AsyncExitStack() as stack:
             if pool is None:
-                own = SandboxPool(concurrency=2, warm=0, readable=self.config.packages)
+                own = SandboxPool(concurrency=2, warm=0, readable=packages)
                 pool = await stack.enter_async_context(own)
-            if self.config.grading == "isolated":
-                return await self._graded_in_isolation(pool, files, base)
-            return await self._graded_by_command(pool, files)
-
-    def _with_tests(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        base = self.base
-        return base, repositories.patched(base, self.data.test_patch)
-
-    async def _graded_in_isolation(
-        self, pool: SandboxPool, files: Mapping[str, bytes], base: Mapping[str, bytes]
-    ) -> tuple[bool, str]:
-        tests = {path: content for path, content in files.items() if repositories.steers(path)}
-        subject = {path: content for path, content in files.items() if path not in tests}
-        # Only these test files contain expected tests.
-        named = {name.split("::", 1)[0] for name in self.data.expected}
-        report = await grade_repository(
-            pool,
-            subject,
-            {path: content for path, content in tests.items() if not named or path in named},
-            modules=self.data.modules or repositories.modules(base),
-            packages=self.config.packages,
-            expected=self.data.expected or None,
-            timeout_s=self.config.grading_timeout_s,
-        )
-        if report.passed or (self.data.expected and not report.missing):
-            return True, ""
-        return False, f"not passed: {', '.join(report.missing)}\n{report.log}"
-
-    async def _graded_by_command(
-        self, pool: SandboxPool, files: Mapping[str, bytes]
-    ) -> tuple[bool, str]:
-        timeout_s = self.config.grading_timeout_s
-        runtime = verifiers_runtime(pool, timeout_s=timeout_s)
-        await runtime.start()
-        try:
-            try:
-                await put(runtime, files)
-            except RuntimeError as error:  # the agent's fault: the original repository fits
-                return False, str(error)
-            # Folders of packages that the tests need, such as pytest.
-            variables = {"PYTHONPATH": ":".join([".", *self.config.packages])}
-            done = await runtime.run(list(self.data.test_command), variables)
-        finally:
-            await runtime.stop()
-        return verdict(done, self.data.expected)
+            return await grading.graded(
+                pool,
+                issue,
+                changed,
+                grading=self.config.grading,
+                packages=packages,
+                timeout_s=self.config.grading_timeout_s,
+            )
 
     async def _graded_in_container(self, runtime: vf.Runtime) -> tuple[bool, str]:
         place = self.data.place
-        changes = [
-            "sh",
-            "-c",
-            f"cd {place} && git add -A && git diff --cached {self.data.base_commit}",
-        ]
-        made = await runtime.run(changes, {})
-        if made.exit_code:
-            return False, f"the agent's changes can't be read: {made.stderr}"
+        try:
+            patch = await made_in(runtime, place, self.data.base_commit)
+        except (vf.SandboxError, OSError, ValueError) as error:
+            return False, f"the agent's changes can't be read: {error}"
         async with fresh(runtime) as other:
+            hidden = {path for pair in git.names(self.data.test_patch) for path in pair}
+            layout = by_names(await listed(other, place), self.data.issue.files, hidden)
             try:
-                await apply(other, place, without_steering(made.stdout))
+                await apply(other, place, await asyncio.to_thread(without_steering, patch, layout))
                 await apply(other, place, self.data.test_patch)
             except ValueError as error:
                 return False, str(error)
-            command = ["sh", "-c", f'cd {place} && exec "$@"', "sh", *self.data.test_command]
+            command = ["sh", "-c", 'cd "$0" && exec "$@"', place, *self.data.test_command]
             async with asyncio.timeout(self.config.grading_timeout_s):
                 done = await other.run(command, {})
         return verdict(done, self.data.expected)
-
-
-@contextlib.asynccontextmanager
-async def fresh(runtime: vf.Runtime) -> AsyncIterator[vf.Runtime]:
-    """Open a new container with the same configuration as ``runtime``."""
-    async with provision_runtime(runtime.config) as other:
-        yield other
-
-
-def verdict(done: vf.ProgramResult, expected: list[str]) -> tuple[bool, str]:
-    """Judge a test command by pytest's line for each expected test.
-
-    Without expected tests, the exit code decides. Returns whether the tests passed, and the reason
-    if they did not.
-    """
-    said = f"{done.stdout}\n{done.stderr}"
-    if not expected:
-        return done.exit_code == 0, "" if done.exit_code == 0 else said
-    outcomes: dict[str, set[str]] = {}
-    for outcome, name in _OUTCOME.findall(done.stdout):
-        outcomes.setdefault(name, set()).add(outcome)
-    missing = [name for name in expected if outcomes.get(name) != {"PASSED"}]
-    return not missing, f"not passed: {', '.join(missing)}\n{said}" if missing else ""
-
-
-async def put(runtime: vf.Runtime, files: Mapping[str, bytes]) -> None:
-    """Write a repository into the working folder of a runtime.
-
-    Raises:
-        RuntimeError: unpacking fails, for lack of space or of tar.
-    """
-    await runtime.write(".repository.tar", repositories.packed(files))
-    done = await runtime.run(["sh", "-c", "tar xf .repository.tar && rm .repository.tar"], {})
-    if done.exit_code:
-        raise RuntimeError(f"the repository can't be unpacked: {done.stderr}")
-
-
-async def taken(runtime: vf.Runtime) -> dict[str, bytes]:
-    """Read the files of the working folder, which are untrusted.
-
-    Raises:
-        ValueError: the files are too large or can't be packed.
-    """
-    name = "/tmp/.repository.tar"
-    command = f"tar cf {name} --exclude=.git --exclude=__pycache__ --exclude=.repository.tar ."
-    done = await runtime.run(["sh", "-c", command], {})
-    if done.exit_code:
-        raise ValueError(f"the folder can't be packed: {done.stderr}")
-    return repositories.unpacked(await runtime.read(name, max_bytes=MOST_BYTES))
-
-
-async def apply(runtime: vf.Runtime, place: str, patch: str) -> None:
-    """Apply a patch to the repository at ``place`` in a container.
-
-    Raises:
-        ValueError: the patch does not apply.
-    """
-    if not patch.strip():
-        return
-    await runtime.write("/tmp/.patch", patch.encode())
-    command = f"cd {place} && git apply --whitespace=nowarn /tmp/.patch"
-    done = await runtime.run(["sh", "-c", command], {})
-    if done.exit_code:
-        raise ValueError(f"the patch does not apply: {done.stderr}")
-
-
-def without_steering(patch: str) -> str:
-    """Remove the parts of a patch that change tests or how tests run."""
-    parts = re.split(r"(?m)^(?=diff --git )", patch)
-    kept = []
-    for part in parts:
-        named = re.match(r"diff --git a/(\S+) b/(\S+)\n", part)
-        if named and not any(
-            repositories.steers(path) or ("new file mode" in part and repositories.shadows(path))
-            for path in named.groups()
-        ):
-            kept.append(part)
-    return "".join(kept)
 
 
 class Options(vf.TasksetConfig):
@@ -288,17 +189,12 @@ class SweFolder(vf.Taskset[Resolve, Options]):
 
 def _data(issue: Issue) -> IssueData:
     given = attrs.asdict(issue)
+    for name in ("statement", "workdir"):
+        del given[name]
     return IssueData(
-        id=issue.id,
+        **given,
         system_prompt=SYSTEM,
         prompt=issue.statement,
-        image=issue.image,
         workdir=issue.workdir if issue.image else None,
         place=issue.workdir,
-        **{
-            name: given[name]
-            for name in ("base_commit", "patch", "test_patch", "expected", "test_command")
-        },
-        modules=list(issue.modules),
-        folder=issue.folder,
     )

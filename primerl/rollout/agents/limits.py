@@ -1,8 +1,8 @@
 """Limits of an agent's rollout, and the budget that tracks how much of them is used."""
 
-import time
-
 import attrs
+
+from primerl.rollout.processes.running_clock import running_time
 
 
 class LimitReached(RuntimeError):
@@ -47,12 +47,12 @@ class Budget:
     deadline: float = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.limits.timeout_s
+        self.deadline = running_time() + self.limits.timeout_s
 
     @property
     def seconds_left(self) -> float:
         """The seconds left until the deadline; negative after it."""
-        return self.deadline - time.monotonic()
+        return self.deadline - running_time()
 
     def begin_turn(self) -> int | None:
         """Count a model call, and return how many tokens it may sample (None for no limit).
@@ -74,3 +74,13 @@ class Budget:
             )
         self.turns += 1
         return left
+
+    def count(self, tokens: int) -> None:
+        """Count sampled tokens."""
+        self.tokens += tokens
+
+    def stop_after(self, finish_reason: str) -> str:
+        """Return why a rollout stops that ends after a reply with this finish reason."""
+        limit = self.limits.max_tokens
+        used_up = limit is not None and self.tokens >= limit
+        return "max_tokens" if finish_reason == "length" and used_up else finish_reason

@@ -58,13 +58,15 @@ def history_rollout(
     stop: str,
     metrics: Mapping[str, float],
     agents: Sequence[str] | None = None,
+    side_jobs: bool = True,
     keep_conversation: bool = False,
 ) -> Rollout:
     """Return a ``Rollout`` of everything that ``agents`` (by default all) sampled.
 
-    Its metrics include the numbers of turns and branches.
+    Its metrics include the numbers of turns, branches and side jobs; without ``side_jobs``, these
+    are not trained.
     """
-    samples = history.samples(agents)
+    samples = history.samples(agents, side_jobs=side_jobs)
     counts = {
         "turns": len(history.calls),
         "branches": len(samples),
@@ -72,13 +74,16 @@ def history_rollout(
         "forks": history.origins["fork"],
         "unbridged": history.origins["unbridged"],
         "agents": len({call.agent for call in history.calls}),
+        "side_jobs": len(history.side_jobs()),
     }
     return Rollout(
         samples=samples,
         reward=reward,
         metrics={**{name: float(count) for name, count in counts.items()}, **metrics},
         stop=stop,
-        conversation=history.conversation(agents) if keep_conversation else None,
+        conversation=(
+            history.conversation(agents, side_jobs=side_jobs) if keep_conversation else None
+        ),
     )
 
 
@@ -231,7 +236,7 @@ class _AgentTurns:
         if self._manage is not None:
             messages[:] = await self._manage(messages, self._ask)
         reply = await self._turn(messages, self._toolbox.wire, self._agent)
-        self._run.stop = reply.finish_reason
+        self._run.stop = self._budget.stop_after(reply.finish_reason)
         self._faults = reply.malformed
         return reply.message
 
@@ -250,7 +255,7 @@ class _AgentTurns:
     async def _turn(self, messages: Sequence[Message], tools: Any, agent: str) -> Reply:
         left = self._budget.begin_turn()
         reply = await self._run.history.reply(messages, tools=tools, agent=agent, max_tokens=left)
-        self._budget.tokens += len(reply.call.completion.token_ids)
+        self._budget.count(len(reply.call.completion.token_ids))
         return reply
 
     async def _ask(self, messages: Sequence[Message]) -> str:

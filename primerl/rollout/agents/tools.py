@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +9,7 @@ import attrs
 
 from primerl.rollout.conversations.messages import clipped, valid_unicode
 from primerl.rollout.errors import located
+from primerl.rollout.renderers.tool_calls import parse_arguments
 
 State = MutableMapping[str, Any]
 """The state that the tools of one rollout share; it begins as ``{"task": task}``."""
@@ -173,11 +173,9 @@ class Toolbox:
         if tool is None:
             return f"error: there is no tool {name!r}, only {sorted(self._tools)}"
         try:
-            values = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return f"error: the arguments are not JSON: {error}"
-        if not isinstance(values, dict):
-            return "error: the arguments are not an object of names and values"
+            values = parse_arguments(arguments)
+        except ValueError as error:
+            return f"error: the arguments are {error}"
         missing = [key for key in tool.parameters.get("required", ()) if key not in values]
         if missing:
             return f"error: {name} needs the arguments {missing}"

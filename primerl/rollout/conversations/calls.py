@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.token_sequence import TokenSequence
 from primerl.types import NOT_SAMPLED, Completion, Sample, SamplingParams
 
 LARGEST_SHARED = 1 << 20
@@ -75,7 +76,7 @@ class EngineCall:
 
 async def sample_call(
     engine: Engine,
-    prompt_ids: list[int],
+    prompt_ids: TokenSequence,
     params: SamplingParams,
     *,
     parent: EngineCall | None,
@@ -110,7 +111,7 @@ async def sample_call(
         session=session,
     )
     return EngineCall(
-        new_ids=prompt_ids[len(prompt_ids) - new :],
+        new_ids=np.asarray(prompt_ids)[len(prompt_ids) - new :],
         completion=completion,
         parent=parent,
         agent=agent,

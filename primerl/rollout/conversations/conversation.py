@@ -11,6 +11,7 @@ import attrs
 from primerl.rollout.conversations.calls import EngineCall, sample_call, stitch
 from primerl.rollout.conversations.messages import Message
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.token_sequence import TokenSequence
 from primerl.rollout.environments.environment import Environment, Reward, Task, reward_of
 from primerl.rollout.renderers.template import TemplateRenderer
 from primerl.types import Rollout, Sample, SamplingParams
@@ -36,7 +37,8 @@ class Conversation:
             a user message; otherwise the string is appended as it is.
         params: sampling parameters of every reply. The tokenizer's ``eos_token_id`` also stops a
             reply.
-        session: an id of the conversation, for engines with several servers.
+        session: an id of the conversation, for engines of servers: its turns go to the server that
+            has it cached, and send only what is new.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Conversation:
         stops = dict.fromkeys((*params.stop_token_ids, tokenizer.eos_token_id))
         stop_token_ids = [token for token in stops if token is not None]
         self.params = attrs.evolve(params, stop_token_ids=stop_token_ids)
-        self.token_ids: list[int] = []
+        self.token_ids = TokenSequence()
         self._calls: list[EngineCall] = []
         self._engine = engine
         self._tokenizer = tokenizer
@@ -84,7 +86,7 @@ class Conversation:
                 "tokenizer.chat_template"
             )
         new = self._tokens_of(messages)
-        prompt = [*self.token_ids, *new]
+        prompt = self.token_ids.extended(new)
         call = await sample_call(
             self._engine,
             prompt,
@@ -95,10 +97,10 @@ class Conversation:
         )
         if not self._calls:
             self._opening = list(messages)
-        reply: list[int] = call.completion.token_ids.tolist()
-        self.token_ids = [*prompt, *reply]
+        reply = call.completion.token_ids
+        self.token_ids = prompt.extended(reply)
         self._calls.append(call)
-        return str(self._tokenizer.decode(reply, skip_special_tokens=True))
+        return str(self._tokenizer.decode(reply.tolist(), skip_special_tokens=True))
 
     def sample(self) -> Sample:
         """Return the conversation so far as one sample.

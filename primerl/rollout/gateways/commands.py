@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from primerl.rollout.gateways.sessions import GatewaySession
 from primerl.types import Rollout, SamplingParams
 
 KILL_S = 5.0
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+HOME = "home"
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 
 Command = Callable[[Task, GatewaySession], Sequence[str]]
 CommandReward = Callable[[Task, "CommandRun"], float | Awaitable[float]]
@@ -54,6 +55,9 @@ def command_agent(
     variables: Mapping[str, str] | None = None,
     renderer: Any = None,
     limits: AgentLimits | None = None,
+    keep_reasoning: bool = False,
+    side_jobs: bool = True,
+    ignore_fields: Collection[str] = (),
     keep_conversation: bool = False,
 ) -> "CommandAgent":
     """Return an environment whose agent is a program: any that accepts a base URL and a key.
@@ -66,10 +70,10 @@ def command_agent(
     The environment variables ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and the matching API keys
     tell the program how to reach the gateway. ``command`` may also use ``session.base_url`` and
     ``session.key``. Without a ``runtime``, the program runs as a process of this machine, in a new
-    folder and with few of this process's environment variables. This does not protect the machine
-    from commands that a model writes: for untrusted commands, pass a runtime that isolates them. A
-    runtime on another machine needs a network connection to the gateway, which listens on 127.0.0.1
-    only.
+    folder, with a home folder of its own and few of this process's environment variables. This does
+    not protect the machine from commands that a model writes: for untrusted commands, pass a
+    runtime that isolates them. A runtime on another machine needs a network connection to the
+    gateway, which listens on 127.0.0.1 only.
 
     Args:
         command: ``(task, session) -> argv``.
@@ -81,6 +85,11 @@ def command_agent(
         variables: further environment variables for the program.
         renderer: as in ``rollout.verifiers``.
         limits: limits on turns, tokens and time, and on the characters of output that are kept.
+        keep_reasoning: whether the policy's reasoning stays in its context if the program does not
+            send it back; see ``History``.
+        side_jobs: whether side jobs of the program, such as the title of a conversation, are
+            trained; see ``History.side_jobs``.
+        ignore_fields: see ``gateway``.
         keep_conversation: whether each rollout stores its messages in ``conversation``.
     """
     return CommandAgent(
@@ -92,6 +101,9 @@ def command_agent(
         variables=dict(variables or {}),
         renderer=renderer,
         limits=limits or AgentLimits(),
+        keep_reasoning=keep_reasoning,
+        side_jobs=side_jobs,
+        ignore_fields=tuple(ignore_fields),
         keep_conversation=keep_conversation,
     )
 
@@ -111,6 +123,9 @@ class CommandAgent:
     variables: Mapping[str, str]
     renderer: Any
     limits: AgentLimits
+    keep_reasoning: bool
+    side_jobs: bool
+    ignore_fields: tuple[str, ...]
     keep_conversation: bool
     _gateways: dict[asyncio.AbstractEventLoop, "asyncio.Task[Gateway]"] = attrs.field(
         init=False, factory=dict
@@ -149,6 +164,7 @@ class CommandAgent:
             return session.rollout(
                 reward=await reward_of(self.reward, task, run),
                 stop=_stop(session, exit_code),
+                side_jobs=self.side_jobs,
                 keep_conversation=self.keep_conversation,
             )
 
@@ -162,7 +178,13 @@ class CommandAgent:
         loop = asyncio.get_running_loop()
         if loop not in self._gateways:
             self._gateways = {k: v for k, v in self._gateways.items() if not k.is_closed()}
-            served = gateway(None, self.tokenizer, renderer=self.renderer)
+            served = gateway(
+                None,
+                self.tokenizer,
+                renderer=self.renderer,
+                keep_reasoning=self.keep_reasoning,
+                ignore_fields=self.ignore_fields,
+            )
             self._gateways[loop] = loop.create_task(served.__aenter__())
         return await asyncio.shield(self._gateways[loop])
 
@@ -175,6 +197,7 @@ class CommandAgent:
         supervised = launch.make_folder("primerl-agent-")
         folder = Path(supervised, "work")  # a subfolder, which does not hold the supervisor's file
         folder.mkdir()
+        Path(supervised, HOME).mkdir()
         try:
             if self.prepare is not None:
                 self.prepare(task, folder)
@@ -207,7 +230,8 @@ async def _run_here(
 ) -> tuple[int | None, str]:
     """Run a program under a supervisor, which ends all processes that the program started."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    environment = {**passed_on, **variables}
+    home = {"HOME": str(folder.parent / HOME)}  # programs keep settings and caches there
+    environment = {**passed_on, **home, **variables}
     program = os.path.join(folder, argv[0]) if os.path.dirname(argv[0]) else argv[0]
     if shutil.which(program, path=environment.get("PATH")) is None:
         raise FileNotFoundError(
@@ -260,12 +284,16 @@ async def _opened(source: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransp
 
 async def _ends_of(stream: asyncio.StreamReader, limit: int) -> str:
     """Read ``stream`` to its end, and return the beginning and end of its content."""
-    head, tail, size = b"", b"", 0
+    head, tail, size = b"", bytearray(), 0
+    room = limit - limit // 2
     while chunk := await stream.read(1 << 16):
         size += len(chunk)
-        room = max(0, limit // 2 - len(head))
-        head += chunk[:room]
-        tail = (tail + chunk[room:])[-(limit - limit // 2) :]
+        missing = max(0, limit // 2 - len(head))
+        head += chunk[:missing]
+        tail += chunk[missing:]
+        if len(tail) > 2 * room:
+            del tail[:-room]
+    del tail[: max(0, len(tail) - room)]
     left_out = size - len(head) - len(tail)
     note = f"\n[... {left_out:,} bytes left out ...]\n".encode() if left_out else b""
-    return (head + note + tail).decode(errors="replace")
+    return (head + note + bytes(tail)).decode(errors="replace")

@@ -1,17 +1,22 @@
 """A gateway's session of one rollout: its keys, history, limits and request outcomes."""
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
 
 from primerl.rollout.agents.limits import AgentLimits, Budget, LimitReached
 from primerl.rollout.agents.loop import history_rollout
 from primerl.rollout.conversations.calls import ContextFull
-from primerl.rollout.conversations.history import History, Reply, Unrenderable
+from primerl.rollout.conversations.history import History, Reply
+from primerl.rollout.conversations.prompts import Unrenderable
 from primerl.rollout.gateways.apis import ModelRequest
+from primerl.rollout.gateways.deliveries import Deliveries
+from primerl.rollout.gateways.recorded import RecordedReplies
 from primerl.types import Rollout
 
 OUTCOMES = (
@@ -25,13 +30,33 @@ OUTCOMES = (
 )
 
 
+# How many times the event loop looks for news before a session ends.
+EVENTS = 3
+
+
+@attrs.define(eq=False)
+class _Sampling:
+    """A request that is being sampled, and how many clients wait for its reply."""
+
+    task: "asyncio.Task[Reply]"
+    waiting: int = 0
+
+
 class GatewaySession:
     """A rollout whose agents sample through a gateway; made by ``Gateway.open``.
 
     OpenAI's clients take ``base_url`` and ``key``; Anthropic's take ``anthropic_url`` and ``key``.
+    ``look`` looks which clients can't have read what was sent to them for a session.
     """
 
-    def __init__(self, history: History, limits: AgentLimits, *, url: str) -> None:
+    def __init__(
+        self,
+        history: History,
+        limits: AgentLimits,
+        *,
+        url: str,
+        look: Callable[[object], None],
+    ) -> None:
         self.name = secrets.token_hex(8)
         self.anthropic_url = url
         self.base_url = f"{url}/v1"
@@ -42,13 +67,14 @@ class GatewaySession:
         """Why the rollout ended; before that, how the last request ended."""
         self.error: Exception | None = None
         """The engine's last error, if nothing was sampled since; clients see a server error."""
-        self.replies: dict[str, Reply] = {}
-        """Replies by their response id, for the Responses API."""
+        self.recorded = RecordedReplies()
+        """The replies, by the ids that clients know."""
         self.malformed = 0
         self._budget = Budget(limits)
         self._agents: dict[str, str] = {}  # agent names by the secret of their key
-        self._undelivered: dict[bytes, Reply] = {}
-        self._requests: set[asyncio.Task[Any]] = set()
+        self._deliveries = Deliveries()
+        self._sampling: dict[bytes, _Sampling] = {}
+        self._look = look
         self.closed = False
         self.key = self.key_for("policy")
 
@@ -62,7 +88,7 @@ class GatewaySession:
         """Return the agent that owns this key, or None (constant-time comparison)."""
         found = None
         for known, agent in self._agents.items():
-            if hmac.compare_digest(known.encode(), secret.encode()):
+            if hmac.compare_digest(known.encode(), secret.encode(errors="replace")):
                 found = agent
         return None if self.closed else found
 
@@ -81,6 +107,7 @@ class GatewaySession:
         """Return the policy's reply; ``digest`` identifies the request as it was sent.
 
         If a reply to the same request was sampled but not delivered, that reply is returned.
+        Requests that are the same and in flight at once get one reply.
 
         Raises:
             LimitReached: the rollout has reached a limit.
@@ -88,15 +115,20 @@ class GatewaySession:
             Unrenderable: the messages can't be rendered.
             Exception: any error of the engine.
         """
-        reply = self._undelivered.pop(digest, None)
+        if self.closed:
+            raise LimitReached("closed", "the rollout is over")
+        reply = self._deliveries.waiting(digest)
         if reply is not None:
             self.outcomes["redelivered"] += 1
             return reply
-        current = asyncio.current_task()
-        assert current is not None
-        self._requests.add(current)
+        sampling = self._sampling.get(digest)
+        if sampling is None:
+            task = asyncio.create_task(self._sample(request, agent, digest))
+            sampling = self._sampling[digest] = _Sampling(task)
+            task.add_done_callback(lambda _: self._end_sampling(digest, task))
+        sampling.waiting += 1
         try:
-            return await self._sample(request, agent)
+            return await asyncio.shield(sampling.task)
         except (LimitReached, ContextFull) as end:
             self.stop = end.reason if isinstance(end, LimitReached) else "context"
             self.outcomes["limited" if isinstance(end, LimitReached) else "context"] += 1
@@ -106,17 +138,37 @@ class GatewaySession:
             raise
         except asyncio.CancelledError:
             self.outcomes["disconnected"] += 1
+            if sampling.waiting == 1:  # the last client that waited
+                self._end_sampling(digest, sampling.task)
+                sampling.task.cancel()
             raise
         except Exception as error:
             self.error = error
             self.outcomes["failed"] += 1
             raise
         finally:
-            self._requests.discard(current)
+            sampling.waiting -= 1
 
-    def lost(self, reply: Reply, digest: bytes) -> None:
-        """Keep a reply that was not delivered, to return it if the same request comes again."""
-        self._undelivered[digest] = reply
+    def _end_sampling(self, digest: bytes, task: "asyncio.Task[Reply]") -> None:
+        """Let equal requests that come later be sampled anew."""
+        if digest in self._sampling and self._sampling[digest].task is task:
+            del self._sampling[digest]
+
+    @contextlib.contextmanager
+    def delivery(self, reply: Reply) -> Iterator[None]:
+        """Note that a reply is sent to a client within this context."""
+        try:
+            yield
+        except (ConnectionError, asyncio.CancelledError):
+            self.outcomes["disconnected"] += 1
+            raise
+        self._deliveries.of(reply).sent += 1
+        self.outcomes["answered"] += 1
+
+    def unread(self, reply: Reply) -> None:
+        """Note that a client has left without having read the reply that was sent to it."""
+        self._deliveries.of(reply).sent -= 1
+        self.outcomes["answered"] -= 1
         self.outcomes["disconnected"] += 1
 
     async def close(self) -> None:
@@ -124,14 +176,20 @@ class GatewaySession:
 
         Replies that no client has received are not trained, because they had no effect.
         """
+        if self.closed:
+            return
         self.closed = True
-        for task in list(self._requests):
+        tasks = [sampling.task for sampling in self._sampling.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._requests, return_exceptions=True)
-        for reply in self._undelivered.values():
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _ in range(EVENTS):  # the system may have news of connections
+            await asyncio.sleep(0)
+        self._look(self)
+        unreceived = list(self._deliveries.unreceived)
+        for reply in unreceived:
             self.history.forget(reply.call)
-        self.outcomes["undelivered"] = len(self._undelivered)
-        self._undelivered.clear()
+        self.outcomes["undelivered"] = len(unreceived)
 
     def rollout(
         self,
@@ -139,6 +197,7 @@ class GatewaySession:
         reward: float,
         agents: Sequence[str] | None = None,
         stop: str | None = None,
+        side_jobs: bool = True,
         keep_conversation: bool = False,
     ) -> Rollout:
         """Return the session as a ``Rollout`` with ``reward`` and one sample per branch.
@@ -147,6 +206,7 @@ class GatewaySession:
             reward: the reward of the rollout.
             agents: the agents whose tokens are trained; all by default.
             stop: why the rollout ended; by default, how the last request ended.
+            side_jobs: whether side jobs are trained, too; see ``History.side_jobs``.
             keep_conversation: whether the rollout stores its messages in ``conversation``.
 
         Raises:
@@ -165,10 +225,11 @@ class GatewaySession:
                 "resent": float(self.history.resent),
             },
             agents=agents,
+            side_jobs=side_jobs,
             keep_conversation=keep_conversation,
         )
 
-    async def _sample(self, request: ModelRequest, agent: str) -> Reply:
+    async def _sample(self, request: ModelRequest, agent: str, digest: bytes) -> Reply:
         left = self._budget.begin_turn()
         limits = [limit for limit in (left, request.max_tokens) if limit is not None]
         deadline = asyncio.timeout(max(0.0, self._budget.seconds_left))
@@ -179,14 +240,22 @@ class GatewaySession:
                     tools=request.tools,
                     agent=agent,
                     max_tokens=min(limits, default=None),
+                    stop=request.stop,
+                    one_call=request.one_call,
+                    begins=request.begins,
+                    template=request.template,
                 )
+        except (Unrenderable, ContextFull):
+            self._budget.turns -= 1  # nothing was sampled
+            raise
         except TimeoutError:
             if not deadline.expired():
                 raise
             used = f"the rollout reached its limit of {self._budget.limits.timeout_s} s"
             raise LimitReached("timeout", used) from None
+        self._deliveries.add(reply, digest)
         self.error = None
-        self._budget.tokens += len(reply.call.completion.token_ids)
+        self._budget.count(len(reply.call.completion.token_ids))
         self.malformed += len(reply.malformed)
-        self.stop = reply.finish_reason
+        self.stop = self._budget.stop_after(reply.finish_reason)
         return reply

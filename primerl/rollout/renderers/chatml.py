@@ -17,6 +17,8 @@ _NEW: list[list[Message]] = [
     [{"role": "user", "content": " Three?\n"}],
     [{"role": "tool", "content": "4"}, {"role": "tool", "content": "five\n"}],
     [{"role": "tool", "content": ""}, {"role": "user", "content": "six"}],
+    [{"role": "tool", "content": "7", "name": "count-4f", "tool_call_id": "call-9c"}],
+    [{"role": "user", "content": "eight", "name": "someone-2e"}],
 ]
 
 
@@ -62,7 +64,8 @@ class ChatMLRenderer(TemplateRenderer):
         if not new_messages or any(one["role"] == "assistant" for one in new_messages):
             return None
         closing = [] if reply_ids[-1] == self._end else [self._end]
-        return [*closing, *self._encode("\n" + self._turn(new_messages))]
+        merged = self._merger.merged(new_messages, opening=False)
+        return [*closing, *self._encode("\n" + self._turn(merged))]
 
     def agrees(self, new_messages: Sequence[Message]) -> bool:
         """Check that the template renders ``new_messages`` after a reply as this renderer does."""

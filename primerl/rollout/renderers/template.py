@@ -6,11 +6,15 @@ from typing import Any
 
 import attrs
 
-from primerl.rollout.renderers.tool_calls import Parsed, parse_tool_calls
+from primerl.rollout.conversations.messages import split_reasoning
+from primerl.rollout.renderers.merging import MessageMerger
+from primerl.rollout.renderers.tool_calls import Parsed, parse_arguments, parse_tool_calls
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
+THINK = "<think>"
+_LAST_TOKENS = 16  # of a prompt, among which the beginning of reasoning is sought
 _PLACEHOLDER = "reply-7c1e9b04d2"
 _CACHED_TEXTS = 512  # rollouts of a task share their prompt
 _CACHED_CHARACTERS = 20_000  # longer texts rarely occur twice
@@ -48,15 +52,25 @@ class TemplateRenderer:
     If the tokenizer has a chat template, a turn after a reply adds the template's own text between
     that reply and the next; sampled tokens are never tokenized again. Otherwise, messages are
     concatenated unchanged. Tool calls are written in Hermes' format, as JSON in ``<tool_call>``
-    tags. If the template does not support tools, the system message describes them.
+    tags. If the template does not support tools, the system message describes them. It gets the
+    arguments of calls as objects, as transformers defines. ``MessageMerger`` merges messages that
+    the template does not take.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         stop_token_ids: the tokens that end a reply; by default the tokenizer's ``eos_token_id``.
+        arguments: further arguments of the template, such as ``{"enable_thinking": False}``.
     """
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
         eos = tokenizer.eos_token_id
         default = [] if eos is None else [eos]
         self._stops = default if stop_token_ids is None else [*stop_token_ids]
@@ -65,6 +79,24 @@ class TemplateRenderer:
         template = getattr(tokenizer, "chat_template", None)
         self._template = None if template is None else str(template)
         self._tokens: dict[tuple[str, bool], list[int]] = {}
+        self._merger = MessageMerger(
+            self._shown, knows_calls="tool_calls" in (self._template or "")
+        )
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "TemplateRenderer":
+        """Return a renderer that passes further arguments to the template.
+
+        Raises:
+            ValueError: the template has no variable of such a name.
+        """
+        for name in arguments:
+            if name not in (self._template or ""):
+                raise ValueError(f"the chat template has no variable {name!r}")
+        return TemplateRenderer(
+            self._tokenizer,
+            stop_token_ids=self._stops,
+            arguments=self._arguments | dict(arguments),
+        )
 
     def get_stop_token_ids(self) -> list[int]:
         """Return the tokens that end a reply."""
@@ -170,25 +202,41 @@ class TemplateRenderer:
         token_ids: list[int],
         *,
         tools: Tools | None = None,
-        prompt_ids: list[int] | None = None,  # noqa: ARG002 - renderers' protocol
+        prompt_ids: Sequence[int] | None = None,
     ) -> Parsed:
-        """Return the reply's text and, if there are ``tools``, its tool calls."""
+        """Return the reply's text, its reasoning and, if there are ``tools``, its tool calls.
+
+        Reasoning is what the text begins with up to ``</think>``, after ``<think>`` in the text or
+        at the end of the prompt.
+        """
         text = self._decode(token_ids)
-        return parse_tool_calls(text) if tools else Parsed(text)
+        if "</think>" not in text:
+            return parse_tool_calls(text) if tools else Parsed(text)
+        prompt_end = self._tokenizer.decode((prompt_ids or [])[-_LAST_TOKENS:]).rstrip()
+        opening = THINK if prompt_end.endswith(THINK) else ""
+        thought, rest = split_reasoning(opening + text)
+        parsed = parse_tool_calls(rest) if tools else Parsed(rest)
+        return attrs.evolve(parsed, reasoning_content=thought or None)
 
     def _text(self, messages: Sequence[Message], tools: Tools | None, reply_next: bool) -> str:
         template = self._template or ""
-        shown = list(messages)
-        if "tool_calls" not in template:
-            shown = [_with_calls_as_text(message) for message in shown]
+        calls = _with_call_objects if "tool_calls" in template else _with_calls_as_text
+        shown = [calls(message) for message in messages]
         if tools and "tools" not in template:
             shown = _with_tools_as_text(shown, tools)
+        return self._apply(self._merger.merged(shown), tools, reply_next)
+
+    def _shown(self, messages: Sequence[Message]) -> str:
+        return self._apply(messages, None, reply_next=True)
+
+    def _apply(self, messages: Sequence[Message], tools: Tools | None, reply_next: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                shown,
+                list(messages),
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=reply_next,
+                **self._arguments,
             )
         )
 
@@ -204,11 +252,14 @@ class TemplateRenderer:
         if tokens is None:
             if self._backend is None:
                 tokens = list(self._tokenizer.encode(text, add_special_tokens=special))
+            elif len(text) > _CACHED_CHARACTERS:  # lets other threads run meanwhile
+                (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+                tokens = encoded.ids
             else:
                 tokens = self._backend.encode(text, add_special_tokens=special).ids
             if len(text) <= _CACHED_CHARACTERS:
                 if len(self._tokens) >= _CACHED_TEXTS:
-                    self._tokens.pop(next(iter(self._tokens)))  # the oldest
+                    self._tokens.clear()  # in one step, as several threads may be here
                 self._tokens[text, special] = tokens
         return tokens
 
@@ -221,6 +272,29 @@ def _concatenated(messages: Sequence[Message]) -> str:
     return "".join(str(message.get("content") or "") for message in messages)
 
 
+def _with_call_objects(message: Message) -> Message:
+    """Return a message in which the arguments of calls are objects, where they are JSON text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    shown = []
+    for call in calls:
+        function = call["function"]
+        shown.append({**call, "function": {**function, "arguments": _arguments_of(function)}})
+    return {**message, "tool_calls": shown}
+
+
+def _arguments_of(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call as an object; text that is none stays as it is."""
+    arguments = function["arguments"]
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return parse_arguments(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
 def _with_calls_as_text(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
@@ -228,7 +302,7 @@ def _with_calls_as_text(message: Message) -> Message:
     parts = [message.get("content") or ""]
     for call in calls:
         function = call["function"]
-        said = {"name": function["name"], "arguments": json.loads(function["arguments"])}
+        said = {"name": function["name"], "arguments": _arguments_of(function)}
         parts.append(f"<tool_call>\n{json.dumps(said)}\n</tool_call>")
     return {"role": message["role"], "content": "\n".join(filter(None, parts))}
 

@@ -188,3 +188,44 @@ def test_a_rollout_that_is_cancelled_ends_its_program():
     before = set(Path("/tmp").glob("primerl-agent-*"))
     asyncio.run(cancel())
     assert set(Path("/tmp").glob("primerl-agent-*")) <= before
+
+
+THINKS = (
+    "import json, os, urllib.request\n"
+    "messages = [{'role': 'user', 'content': 'Hi'}]\n"
+    "for _ in range(2):\n"
+    "    request = urllib.request.Request(\n"
+    "        os.environ['OPENAI_BASE_URL'] + '/chat/completions',\n"
+    "        data=json.dumps({'messages': messages}).encode(),\n"
+    "        headers={'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']},\n"
+    "    )\n"
+    "    said = json.load(urllib.request.urlopen(request))['choices'][0]['message']\n"
+    "    messages += [{'role': 'assistant', 'content': said['content']}]\n"
+    "    messages += [{'role': 'user', 'content': 'More'}]\n"
+    "open(os.path.join(os.environ['HOME'], 'settings'), 'w').write('x')\n"
+    "print(os.environ['HOME'])\n"
+)
+
+
+@pytest.mark.parametrize(("keep", "samples"), [(True, 1), (False, 2)])
+def test_a_program_has_a_home_of_its_own_and_its_reasoning_is_kept_if_told_so(keep, samples):
+    runs = []
+
+    def reward(task, run):
+        runs.append(run)
+        return 0.0
+
+    environment = rollout.command_agent(
+        lambda task, session: [sys.executable, "-c", THINKS],
+        TOKENIZER,
+        reward=reward,
+        keep_reasoning=keep,
+    )
+    engine = RecordingEngine(TOKENIZER, lambda *_: "<think>\nHm.\n</think>\nHello.")
+    (played,) = play(environment, engine)
+    assert len(played.samples) == samples
+    assert trained(played.samples) == engine.sampled
+    home = Path(runs[0].output.strip())
+    assert home != Path.home()
+    assert home.parent == runs[0].folder.parent
+    assert not home.exists()  # it is removed with the folder

@@ -145,7 +145,7 @@ def test_an_agent_that_never_stops_is_ended_by_a_limit():
     assert (played.stop, len(engine.requests), len(played.samples)) == ("max_turns", 5, 1)
 
     played, engine = play(act, tool(lambda *_: "Again."), limits=AgentLimits(max_tokens=100))
-    assert played.stop == "length"
+    assert played.stop == "max_tokens"
     assert played.samples[0].loss_mask.sum() == 100
 
     played, _ = play(act, tool(lambda *_: "Again."), context_length=1000)

@@ -153,7 +153,7 @@ def test_the_split_and_the_seed_decide_on_the_numbers(codes):
 def test_unknown_and_unscored_generators_are_refused(codes):
     with pytest.raises(ValueError, match="name one of reasoning-gym's generators, .*chain_sum"):
         rollout.verifiers("reasoning-gym", tokenizer=codes)
-    with pytest.raises(ValueError, match="'reasoning-gym:' names no dataset"):
+    with pytest.raises(ValueError, match="'reasoning-gym:' names nothing after the colon"):
         rollout.verifiers("reasoning-gym:", tokenizer=codes)
     with pytest.raises(ValueError, match="no generator 'chain_summ'; similar: chain_sum"):
         puzzles(codes, "chain_summ")

@@ -605,10 +605,102 @@ def test_a_missing_environment_says_how_to_install_it(tokenizer):
         rollout.verifiers("no-such", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="prime env install acme/no-such@1.0"):
         rollout.verifiers("acme/no-such@1.0", tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="dungeon has no dataset to choose.*'system'"):
+    with pytest.raises(ValueError, match="dungeon has no dataset, game, .* to choose.*'system'"):
         rollout.verifiers("dungeon:deep", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="sistem"):
         rollout.verifiers("dungeon", tokenizer=tokenizer, config={"taskset": {"sistem": ""}})
+
+
+# ---- the choice after the colon
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "prompt"),
+    [
+        ("arcade:echo", "game", "echo", "Say it back: abc"),
+        ("acme/arcade@1.0:reverse", "game", "reverse", "Reverse it: abc"),
+        ("tower:2", "floor", 2, "Floor 2"),
+    ],
+)
+def test_an_id_chooses_the_tasks_after_its_colon(tokenizer, name, option, value, prompt):
+    environment = rollout.verifiers(name, tokenizer=tokenizer)
+    assert getattr(environment.load().taskset.config, option) == value
+    assert first(environment)["id"] == f"{name}/0"
+    assert first(environment)["prompt"] == prompt
+
+
+def test_the_choice_is_kept_in_another_process(tokenizer):
+    environment = rollout.verifiers("arcade:reverse", tokenizer=tokenizer)
+    copy = cloudpickle.loads(cloudpickle.dumps(environment))
+    assert play(copy, TextEngine(tokenizer, "cba")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("arcade:revers", {}, "arcade has no game 'revers'; there are echo, reverse; .*: reverse"),
+        ("tower:9", {}, "tower has no floor '9'; there are 1, 2, 3"),
+        ("arcade", {}, "name one game of arcade, as in 'arcade:echo'; there are echo, reverse"),
+        ("tower", {}, "name one floor of tower, as in 'tower:1'"),
+        ("nemo-gym", {}, "name one dataset of nemo-gym after a colon"),
+        ("arcade:", {}, "'arcade:' names nothing after the colon"),
+        ("arcade:echo", {"game": "reverse"}, "names the game 'echo', but the config .*'reverse'"),
+    ],
+)
+def test_a_choice_that_is_unknown_missing_or_double_is_refused(tokenizer, name, config, expected):
+    with pytest.raises(ValueError, match=expected):
+        rollout.verifiers(name, tokenizer=tokenizer, config={"taskset": config})
+
+
+def test_the_config_may_make_the_choice(tokenizer):
+    for name in ("arcade", "arcade:echo"):
+        config = {"taskset": {"game": "echo", "word": "xyz"}}
+        environment = rollout.verifiers(name, tokenizer=tokenizer, config=config)
+        assert first(environment)["prompt"] == "Say it back: xyz"
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("harbor:acme/tasks", "dataset"),
+        ("nemo-gym:rows.jsonl", "dataset"),
+        ("openenv:acme/e", "env"),
+    ],
+)
+def test_the_tasksets_of_verifiers_take_a_choice(tokenizer, name, option):
+    environment = rollout.verifiers(name, tokenizer=tokenizer)
+    assert str(getattr(environment.load().taskset.config, option)) == name.partition(":")[2]
+
+
+def test_textarena_plays_the_game_that_the_id_names(tokenizer, tmp_path, monkeypatch):
+    nltk = pytest.importorskip("nltk", reason="nltk is not installed")
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    pytest.importorskip("textarena", reason="textarena is not installed")
+    words = tmp_path / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("cat\n")
+
+    environment = rollout.verifiers("textarena:Hangman-v0", tokenizer=tokenizer)
+
+    assert "Hangman" in first(environment)["prompt"]
+    played = play(environment, TextEngine(tokenizer, "[c]", "[a]", "[t]"))
+    assert played.reward == 1.0
+    assert played.metrics["turns"] == 3
+    with pytest.raises(ValueError, match="textarena has no game 'Chess-v0'; there are Wordle-v0, "):
+        rollout.verifiers("textarena:Chess-v0", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="name one game of textarena, as in 'textarena:Wordle-v0'"):
+        rollout.verifiers("textarena", tokenizer=tokenizer)
+
+
+def test_a_package_that_is_no_environment_is_named(tokenizer):
+    with pytest.raises(ValueError, match="json is installed, but it is not an environment of"):
+        rollout.verifiers("json", tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="outdated is installed, but .*verifiers.utils"):
+        rollout.verifiers("outdated", tokenizer=tokenizer)
+    with pytest.raises(ImportError, match="needs a_package_that_nobody_has, which is not instal"):
+        rollout.verifiers("needy", tokenizer=tokenizer)
 
 
 def test_an_unknown_agent_is_refused(tokenizer):

@@ -137,7 +137,8 @@ def test_a_client_decides_whether_the_reasoning_of_glm_stays(name, keep_reasonin
             _, calls, _ = await chat.reply()
             while calls:
                 if not sends_reasoning:
-                    del chat.messages[-1]["reasoning_content"]
+                    for key in ("reasoning_content", "reasoning"):
+                        del chat.messages[-1][key]
                 for call in calls:
                     chat.result(call, "It is open.")
                 text, calls, _ = await chat.reply()

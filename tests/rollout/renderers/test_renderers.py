@@ -1,16 +1,23 @@
 """Renderers: bridges against whole renderings, with the templates of real models."""
 
 import asyncio
+import pickle
 from pathlib import Path
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from chat_tokenizer import chat_tokenizer
 
 from primerl import rollout
 from primerl.rollout.renderers.chatml import ChatMLRenderer, chatml_renderer
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.rollout.renderers.template import TemplateRenderer
-from primerl.rollout.renderers.tool_calls import parse_tool_calls
+from primerl.rollout.renderers.tool_calls import (
+    MOST_CALLS,
+    parse_arguments,
+    parse_object,
+    parse_tool_calls,
+)
 from primerl.testing import ScriptedEngine
 from primerl.types import SamplingParams
 
@@ -141,6 +148,15 @@ MALFORMED = {
     '<tool_call>{"name": 3}</tool_call>': "not an object with a 'name'",
     '<tool_call>{"name": "f", "arguments": [1]}</tool_call>': "'arguments' are not an object",
     "<tool_call>" + "[" * 100_000 + "</tool_call>": "not JSON",
+    '<tool_call>{"name": ""}</tool_call>': "not an object with a 'name'",
+    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>': "not JSON: NaN is not allowed",
+    '<tool_call>{"name": "f", "arguments": {"a": -Infinity}}</tool_call>': "-Infinity is not",
+    '<tool_call>{"name": "f", "arguments": {"a": [1e999]}}</tool_call>': "1e999 is too large",
+    '<tool_call>{"name": "f", "arguments": {"a": -1e999}}</tool_call>': "-1e999 is too large",
+    '<tool_call>{"name": "f", "arguments": {"a": 1' + "0" * 9999 + "}}</tool_call>": "4300 digits",
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": NaN}"}</tool_call>': "are not JSON",
+    '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>': "are not an object of names",
+    '<tool_call>{"name": "f", "arguments": false}</tool_call>': "are not an object of names",
 }
 
 
@@ -156,3 +172,61 @@ def test_a_malformed_call_stays_in_the_text_and_says_what_is_wrong(text):
     assert parsed.content.startswith("Hm.")
     assert parsed.content.endswith(text)
     assert good not in parsed.content
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    {
+        "": {},
+        ', "arguments": {}': {},
+        ', "arguments": null': {},
+        ', "arguments": ""': {},
+        ', "arguments": "{}"': {},
+        ', "arguments": {"a": 1.5e300}': {"a": 1.5e300},
+        r', "arguments": "{\"a\": [1, \"b\"]}"': {"a": [1, "b"]},
+    }.items(),
+)
+def test_arguments_may_be_missing_or_text(written, arguments):
+    text = f'<tool_call>{{"name": "f"{written}}}</tool_call>'
+
+    parsed = parse_tool_calls(text)
+
+    assert [(one.name, one.arguments, one.status) for one in parsed.tool_calls] == [
+        ("f", arguments, "ok")
+    ]
+    assert parsed.content == ""
+
+
+def test_objects_are_parsed_strictly():
+    assert parse_object(' {"a": [1, 2.5, null, "NaN"]}\n') == {"a": [1, 2.5, None, "NaN"]}
+    assert parse_arguments(None) == parse_arguments("") == {}
+    for text in ("", "{", '{"a": Infinity}', '{"a": 1e400}', "[" * 100_000, "1" * 5000):
+        with pytest.raises(ValueError, match="^not JSON: "):
+            parse_object(text)
+    for text in ("[]", "null", '"{}"'):
+        with pytest.raises(ValueError, match="^not an object of names and values$"):
+            parse_object(text)
+
+
+def test_calls_beyond_the_limit_stay_in_the_text():
+    call = '<tool_call>{"name": "f"}</tool_call>'
+
+    parsed = parse_tool_calls(call * (MOST_CALLS + 2))
+
+    *calls, beyond = parsed.tool_calls
+    assert [one.status for one in calls] == ["ok"] * MOST_CALLS
+    assert "more than 1,000 calls" in beyond.status
+    assert parsed.content == call * 2
+
+
+@pytest.mark.parametrize(
+    "template", [SMOLLM2, "{% for m in messages %}{{ m.content }}{% endfor %}"]
+)
+def test_renderers_can_be_sent_to_other_processes(template):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    renderer = load_renderer(tokenizer)
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    rendered = renderer.render(messages, add_generation_prompt=True).token_ids
+    copied = pickle.loads(pickle.dumps(renderer))
+    assert copied.render(messages, add_generation_prompt=True).token_ids == rendered

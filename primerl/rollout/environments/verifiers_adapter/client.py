@@ -11,6 +11,12 @@ from primerl.rollout.conversations.history import History
 from primerl.rollout.conversations.messages import Message
 from primerl.rollout.engines.chat_endpoint import PromptTooLong
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.environments.verifiers_adapter.apis import native_reply, refuse_unsupported
+from primerl.rollout.environments.verifiers_adapter.messages import (
+    own_message,
+    wire_messages,
+    wire_tool,
+)
 from primerl.rollout.environments.verifiers_adapter.trace_calls import SampledLogprobs
 from primerl.types import SamplingParams
 
@@ -46,6 +52,11 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         self._renderer = renderer
         self._histories: dict[str, History] = {}
 
+    @property
+    def context_length(self) -> int | None:
+        """The engine's context length; None for an engine that takes messages."""
+        return None if hasattr(self._engine, "chat") else self._engine.context_length
+
     async def complete(
         self, messages: Sequence[Message], *, tools: Sequence[Any], trace: str
     ) -> ModelReply:
@@ -77,7 +88,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         sampled = len(reply.call.completion.token_ids)
         ended = "tool_calls" if "tool_calls" in reply.message else "stop"
         return ModelReply(
-            message=_own_message(reply.message),
+            message=own_message(reply.message),
             finish_reason="length" if reply.call.completion.finish_reason == "length" else ended,
             usage=vf.Usage(prompt_tokens=reply.prompt_tokens, completion_tokens=sampled),
             call=reply.call,
@@ -91,7 +102,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
         except PromptTooLong as error:
             raise ContextFull(str(error)) from error
         return ModelReply(
-            message=_own_message(reply.message),
+            message=own_message(reply.message),
             finish_reason=reply.finish_reason,
             usage=vf.Usage(
                 prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens
@@ -100,7 +111,7 @@ class EngineClient(vf.Client):  # type: ignore[misc]
 
     async def respond(self, turn: Any) -> Any:
         """Return the reply to verifiers' ``PendingTurn`` as verifiers' ``Response``."""
-        messages = [wire_message(message) for message in turn.prompt]
+        messages = wire_messages(turn.prompt)
         reply = await self.complete(messages, tools=turn.tools, trace=turn.trace.id)
         return vf.Response.model_construct(
             id="",
@@ -114,21 +125,47 @@ class EngineClient(vf.Client):  # type: ignore[misc]
 
     async def get_response(
         self,
-        dialect: Any,  # noqa: ARG002 - the messages are parsed already
-        body: Mapping[str, Any],  # noqa: ARG002
+        dialect: Any,
+        body: Mapping[str, Any],
         sampling: Any,  # noqa: ARG002 - params decide
         session_id: str | None = None,  # noqa: ARG002 - the trace has an id
         turn: Any = None,
         headers: Mapping[str, str] | None = None,  # noqa: ARG002
     ) -> Any:
-        """Return the reply for a harness that uses HTTP, through verifiers' own server."""
+        """Return the reply for a harness that uses HTTP, through verifiers' own server.
+
+        Its ``raw`` is the response in the API that the harness uses, which is ``dialect``.
+        """
+        refuse_unsupported(body, turn.tools)
         try:
             response = await self.respond(turn)
         except ContextFull as error:
             turn.trace.stop("context")
             raise vf.ProviderError(str(error), status_code=400) from error
-        response.raw = _wire_response(response)
-        return response
+        return native_reply(dialect, response, body)
+
+    async def relay_aux(
+        self,
+        dialect: Any,
+        route: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Return the number of tokens of a request, which Anthropic's clients ask for.
+
+        Raises:
+            NotImplementedError: the engine takes messages, so their tokens are unknown.
+        """
+        if self._renderer is None:
+            counted: dict[str, Any] = await super().relay_aux(dialect, route, body, headers)
+            return counted
+        request = dialect.parse_request(body)
+        rendered = self._renderer.render(
+            wire_messages(request.messages),
+            tools=[wire_tool(tool) for tool in request.tools or ()] or None,
+            add_generation_prompt=True,
+        )
+        return {"input_tokens": len(rendered.token_ids)}
 
 
 def _turn_tokens(call: EngineCall) -> Any:
@@ -138,68 +175,3 @@ def _turn_tokens(call: EngineCall) -> Any:
         completion_ids=shared_tokens(call.completion.token_ids),
         completion_logprobs=SampledLogprobs(call.completion, filled_context=call.filled_context),
     )
-
-
-def wire_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool's schema in OpenAI's format."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
-
-
-def wire_message(message: Any) -> dict[str, Any]:
-    """Convert verifiers' message to OpenAI's format."""
-    wire = {"role": message.role, "content": _text(message.content)}
-    if message.role == "assistant":
-        if message.reasoning_content is not None:
-            wire["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            wire["tool_calls"] = [_wire_call(call) for call in message.tool_calls]
-    elif message.role == "tool":
-        wire["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            wire["name"] = message.name
-    return wire
-
-
-def _text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if any(part.type != "text" for part in content):
-        raise ValueError("a message has a part that is not text; this adapter supports text only")
-    return "\n".join(part.text for part in content)
-
-
-def _wire_call(call: Any) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def _own_message(message: Message) -> Any:
-    """Convert a reply in OpenAI's format to verifiers' message."""
-    calls = [
-        vf.ToolCall(
-            id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"]
-        )
-        for call in message.get("tool_calls") or ()
-    ]
-    return vf.AssistantMessage(
-        content=message.get("content") or None,
-        reasoning_content=message.get("reasoning_content") or message.get("reasoning"),
-        tool_calls=calls or None,
-    )
-
-
-def _wire_response(response: Any) -> dict[str, Any]:
-    message, usage = wire_message(response.message), response.usage
-    return {
-        "id": "primerl",
-        "object": "chat.completion",
-        "created": 0,
-        "model": response.model,
-        "choices": [{"index": 0, "message": message, "finish_reason": response.finish_reason}],
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        },
-    }

@@ -42,7 +42,8 @@ def verifiers(
 
     Args:
         id: the name of an installed package, ``name`` or ``owner/name@version``, optionally
-            followed by a colon and the taskset's ``dataset``.
+            followed by a colon and the choice of tasks: the taskset's option ``dataset``, ``game``,
+            ``env`` or ``env_id``, or else its only required option.
         tokenizer: a Hugging Face tokenizer; None for an engine that takes messages.
         config: verifiers' environment config: ``{"taskset": {...}, "agent": {...}}``.
         renderer: the renderer that turns messages into tokens, or a config for the ``renderers``
@@ -58,8 +59,9 @@ def verifiers(
         startup_timeout_s: timeout for the environment's shared tool servers to start.
 
     Raises:
-        ImportError: verifiers is not installed, or its version is not supported.
-        ValueError: there is no such environment, or it does not accept the config.
+        ImportError: verifiers or a package that the environment needs is not installed, or the
+            version of verifiers is not supported.
+        ValueError: there is no such environment, or it does not accept the choice or the config.
     """
     environment = VerifiersEnvironment(
         id=id,
@@ -297,7 +299,7 @@ def _usage(trace: Any) -> dict[str, float]:
 
 def _conversation(trace: Any) -> dict[str, Any]:
     """Return the trace's last branch in the form of conversations that ``primerl.data`` reads."""
-    from primerl.rollout.environments.verifiers_adapter.client import wire_message, wire_tool
+    from primerl.rollout.environments.verifiers_adapter.messages import wire_message, wire_tool
 
     branch = trace.branches[-1]
     conversation: dict[str, Any] = {"messages": [wire_message(one) for one in branch.messages]}

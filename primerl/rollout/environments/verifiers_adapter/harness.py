@@ -11,11 +11,9 @@ from primerl._common.optional import require
 from primerl.rollout.agents.loop import take_turns
 from primerl.rollout.conversations.calls import ContextFull, shared_tokens
 from primerl.rollout.conversations.messages import Message
-from primerl.rollout.environments.verifiers_adapter.client import (
-    EngineClient,
-    ModelReply,
-    wire_message,
-)
+from primerl.rollout.environments.verifiers_adapter.apis import HarnessApis
+from primerl.rollout.environments.verifiers_adapter.client import EngineClient, ModelReply
+from primerl.rollout.environments.verifiers_adapter.messages import wire_message
 from primerl.rollout.environments.verifiers_adapter.trace_calls import SampledLogprobs
 
 vf: Any = require("verifiers.v1", extra="verifiers")
@@ -34,8 +32,8 @@ class EngineInterception(_interception.Interception):  # type: ignore[misc]
 
     def __init__(self, *, http: bool, state_secrets: Sequence[str] = ()) -> None:
         super().__init__()
-        server = _interception.InterceptionServer
-        self._server = server(state_service_secrets=tuple(state_secrets)) if http else None
+        services = tuple(state_secrets)
+        self._server = HarnessApis(state_service_secrets=services) if http else None
 
     async def start(self) -> None:
         """Start the HTTP server, if there is one."""

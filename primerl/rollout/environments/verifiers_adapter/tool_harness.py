@@ -8,7 +8,7 @@ import aiohttp
 from primerl._common.optional import require
 from primerl.rollout.agents.loop import take_turns
 from primerl.rollout.agents.tools import Tool, Toolbox
-from primerl.rollout.environments.verifiers_adapter.client import wire_message
+from primerl.rollout.environments.verifiers_adapter.messages import wire_message
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 

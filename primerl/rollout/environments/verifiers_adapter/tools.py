@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from primerl._common.optional import require
+from primerl.rollout.renderers.tool_calls import parse_arguments
 
 vf: Any = require("verifiers.v1", extra="verifiers")
 _mcp: Any = require("mcp", extra="verifiers")
@@ -115,11 +115,9 @@ class ServedTools:
         if name not in self._owners:
             return f"error: there is no tool {name!r}, only {sorted(self._owners)}"
         try:
-            values = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return f"error: the arguments are not JSON: {error}"
-        if not isinstance(values, dict):
-            return "error: the arguments are not an object of names and values"
+            values = parse_arguments(arguments)
+        except ValueError as error:
+            return f"error: the arguments are {error}"
         client, own_name = self._owners[name]
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -60,11 +60,16 @@ def run(model, token_ids, way, *, replayed=None):
         def hook(_module, _inputs, output):
             if replayed is not None:
                 begin = sum(len(x) for x in chosen.get(name, ()))
-                given = replayed[name].flatten(0, 1) if packed else replayed[name]
-                output = given[None] if packed else given[begin : begin + len(output)]
+                given = replayed[name]
+                if packed:
+                    output = given.flatten(0, 1).int()[None]
+                else:  # transformers attends to a set of keys, and all see the first
+                    output = given[begin : begin + len(output)].clamp(min=0)
             of_call = output.reshape(-1, LENGTH, TOP_K).long()
             place = torch.arange(LENGTH)[:, None]  # transformers pads the choices with future keys
-            chosen.setdefault(name, []).append(of_call.masked_fill(of_call > place, 0))
+            if replayed is not None:
+                of_call = replayed[name][begin : begin + len(of_call)]
+            chosen.setdefault(name, []).append(of_call.masked_fill(of_call > place, -1))
             return output
 
         return hook
@@ -86,7 +91,9 @@ def differences(ours, theirs):
     queries, keys = [], []
     for name in ours:
         a, b = (
-            torch.zeros(DOCUMENTS, LENGTH, LENGTH, dtype=torch.bool).scatter(2, x, True)
+            torch.zeros(DOCUMENTS, LENGTH, LENGTH, dtype=torch.bool).scatter(
+                2, x.clamp(min=0), True
+            )
             for x in (ours[name], theirs[name])
         )
         queries.append((a != b).any(-1)[:, TOP_K:].float().mean())

@@ -8,7 +8,7 @@ softmax and sampling are below one percent. A document of n tokens costs
 With causal attention, a query at position i = 1..n sees min(i, k) keys, where the limit k is a
 sliding window or the top-k of sparse attention. So pairs(n) is n (n+1) / 2 up to n = k or without a
 limit, and k (k+1) / 2 + (n - k) k for longer documents. Extra work of kernels (masked blocks,
-padding) is not counted.
+padding) is not counted, except that ``backward`` counts the scores that they compute again.
 """
 
 from collections import Counter
@@ -16,9 +16,11 @@ from typing import Any
 
 import attrs
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
-__all__ = ["Breakdown", "Parameters", "breakdown", "forward", "parameters", "training"]
+__all__ = [
+    "Breakdown", "Parameters", "backward", "breakdown", "forward", "parameters", "training",
+]  # fmt: skip
 
 # fmt: off
 FAMILIES = frozenset([  # model_type of the language model
@@ -59,7 +61,8 @@ class Breakdown:
     attention_scores: Float64[np.ndarray, "..."]
     """Products of queries with keys, and weighted sums of values."""
     indexer: Float64[np.ndarray, "..."]
-    """Choice of keys in sparse attention; quadratic, because it scores all query-key pairs."""
+    """Choice of keys in sparse attention; quadratic, because it scores all query-key pairs. It is 0
+    for documents of at most top-k tokens."""
     mlp: Float64[np.ndarray, "..."]
     """Dense feed-forward layers."""
     experts: Float64[np.ndarray, "..."]
@@ -115,15 +118,31 @@ def training(config: Any, lengths: Any, *, recompute: bool = False) -> Float64[n
     return np.asarray(total)
 
 
+def backward(config: Any, lengths: Any) -> Float64[np.ndarray, "..."]:
+    """Return the FLOPs of the backward pass over each document, as this library computes it.
+
+    For each product of the forward pass, the backward pass computes two. Kernels of attention don't
+    keep the scores of query-key pairs, and also compute these again. The LM head is counted without
+    recomputed logits. Arguments and errors are those of ``forward``.
+    """
+    parts = breakdown(config, lengths)
+    tokens = np.asarray(lengths).astype(np.float64)
+    again = np.zeros_like(tokens)
+    for layer, count in Counter(_layers(_language_model(config))).items():
+        widths = np.where(layer.chooses(tokens), layer.per_latent_score, layer.per_score)
+        again += 2 * count * widths * _pairs(tokens, layer.keys)
+    return np.asarray(2 * (parts.total - parts.indexer) + again)
+
+
 def breakdown(config: Any, lengths: Any) -> Breakdown:
     """Return the FLOPs of a forward pass over each document, by part of the model.
 
     Attention costs ``heads (q + v)`` multiply-adds per query-key pair, where q and v are the sizes
     of a head's query and value. Latent attention (arXiv:2405.04434) is counted as in training.
     Attention over all keys expands keys and values, so q = nope + rope. With an indexer (DeepSeek
-    V3.2, arXiv:2512.02556), the top-k keys differ for every query, so kernels stay in the latent
-    space: q = kv_lora_rank + rope and v = kv_lora_rank. The projections cost the same in both
-    cases.
+    V3.2, arXiv:2512.02556), the top-k keys of longer documents differ for every query, so kernels
+    stay in the latent space: q = kv_lora_rank + rope and v = kv_lora_rank. The projections cost the
+    same in both cases. The indexer does not run for documents of at most top-k tokens.
 
     Arguments and errors are those of ``forward``.
     """
@@ -138,11 +157,13 @@ def breakdown(config: Any, lengths: Any) -> Breakdown:
     parts = {field.name: np.zeros_like(tokens) for field in attrs.fields(Breakdown)}
     parts["head"] += 2 * tokens * _head(config)
     for layer, count in Counter(_layers(config)).items():
-        pairs = _pairs(tokens, layer.keys)
+        chooses = layer.chooses(tokens)
+        of_pair = np.where(chooses, layer.per_latent_pair, layer.per_pair)
+        indexed = layer.indexer_per_pair * _pairs(tokens, np.inf) * chooses
         for name, weights, per_pair in (
             ("attention_projections", layer.projections, 0),
-            ("attention_scores", 0, layer.per_pair * pairs),
-            ("indexer", layer.indexer, layer.indexer_per_pair * _pairs(tokens, np.inf)),
+            ("attention_scores", 0, of_pair * _pairs(tokens, layer.keys)),
+            ("indexer", layer.indexer * chooses, indexed),
             ("mlp", layer.mlp, 0),
             ("experts", layer.experts, 0),
         ):
@@ -186,13 +207,22 @@ class _Layer:
 
     projections: int
     per_pair: int
+    per_score: int
+    """The part of ``per_pair`` that computes scores; the rest weighs values."""
     keys: float
+    per_latent_pair: int = 0
+    """Multiply-adds per pair where an indexer chooses the keys; 0 without an indexer."""
+    per_latent_score: int = 0
     indexer: int = 0
     indexer_per_pair: int = 0
     mlp: int = 0
     experts: int = 0
     idle_experts: int = 0
     idle_heads: int = 0
+
+    def chooses(self, tokens: Float64[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
+        """Whether a document is so long that an indexer chooses keys."""
+        return np.asarray((tokens > self.keys) & (self.per_latent_pair > 0))
 
     @property
     def active(self) -> int:
@@ -271,6 +301,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
             "projections": projections + _gates_and_routers(config, heads, size),
             "idle_heads": _idle_heads(config, size),
             "per_pair": 2 * heads * size * scored,
+            "per_score": heads * size * scored,
             "keys": keys,
         }
     latent, rope = config.kv_lora_rank, _need(config, "qk_rope_head_dim")
@@ -283,10 +314,15 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
         + latent * heads * (nope + value)
         + heads * value * hidden,
         "per_pair": heads * (nope + rope + value),
+        "per_score": heads * (nope + rope),
         "keys": keys,
     }
     if getattr(config, "index_topk", None) is not None:
-        result |= {"per_pair": heads * (2 * latent + rope), "keys": float(config.index_topk)}
+        result |= {
+            "per_latent_pair": heads * (2 * latent + rope),
+            "per_latent_score": heads * (latent + rope),
+            "keys": float(config.index_topk),
+        }
         if _runs_indexer(config, index):
             index_heads, size = _need(config, "index_n_heads"), _need(config, "index_head_dim")
             # All heads share one key, and their scores are added by weight.

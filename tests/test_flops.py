@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from primerl import flops, testing
+from primerl import flops, parallel, testing
+from primerl.attention import attend_by_document, indexer, latent
 from primerl.testing.families import tiny_config, tiny_family
 
 SPARSE = {"index_topk": 5, "index_n_heads": 2, "index_head_dim": 16}
@@ -83,14 +85,77 @@ def test_what_a_model_runs_is_what_is_counted(family):
     assert ours.head == theirs["head"]
     # Eager attention computes n * n pairs, of which n (n + 1) / 2 are causal.
     causal = (n + 1) / (2 * n)
-    if family not in ("deepseek_v32", "glm_moe_dsa"):
-        assert ours.attention_scores == theirs["scores"] * causal
-        assert ours.indexer == theirs["indexer"] == 0
-        return
-    # Eager expands keys (8 + 8) and values (8); kernels keep the latent (16), with 8 of position.
-    assert ours.attention_scores == theirs["scores"] * causal * (16 + 8 + 16) / (8 + 8 + 8)
+    assert ours.attention_scores == theirs["scores"] * causal
+    assert ours.indexer == 0  # of documents that see all keys, only transformers runs it
+    assert (theirs["indexer"] > 0) == (family in ("deepseek_v32", "glm_moe_dsa"))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_where_an_indexer_chooses_attention_stays_in_the_latent_space(family):
+    model, n = tiny(family), 8
+
+    ours, theirs = flops.breakdown(model.config, n), counted(model, n)
+
+    # Eager expands keys (8 + 8) and values (8), and computes all pairs; kernels compute those of
+    # the best 5 keys, with latents (16) and 8 of position.
+    pairs = 15 + 3 * 5
+    assert ours.attention_scores / pairs == theirs["scores"] / n**2 * (16 + 8 + 16) / (8 + 8 + 8)
     scores = 2 * 2 * (16 + 1) * 2  # layers, heads, size and weight, FLOPs
     assert ours.indexer == theirs["indexer"] - scores * (n * n - n * (n + 1) / 2)
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of products, also within this library's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+        self.within = {
+            torch.ops.primerl.choose_keys.default: indexer._choose._init_fn,
+            torch.ops.primerl.attend_to_latents.default: latent._attend._init_fn,
+            torch.ops.primerl.attend_to_latents_backward.default: latent._gradients._init_fn,
+        }
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        with self:
+            if func in self.within:
+                return self.within[func](*args)
+            parts = func.decompose(*args, **(kwargs or {}))  # matmul into mm and bmm
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_runs_what_is_counted(family, monkeypatch):
+    """Packed documents of 8 and of 5 times index_topk, forward and backward."""
+    small = {"index_topk": 64, "index_n_heads": 4, "max_position_embeddings": 512}
+    model = tiny(family, **small)
+    parallel.freeze_indexer(model)
+    monkeypatch.setattr(
+        latent, "MAX_GATHERED", 64 * 24 * 2
+    )  # 2 queries at a time: few masked pairs
+    monkeypatch.setattr(indexer, "MAX_SCORES", 4 * 512 * 8)
+    lengths = [512, 320]
+    token_ids = torch.randint(2, 64, (sum(lengths),))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+
+    with Products() as run:
+        documents = attend_by_document(model, positions)
+        out = model.model(
+            token_ids[None], position_ids=positions[None], documents=documents, use_cache=False
+        )
+        before = run.total
+        out.last_hidden_state.sum().backward()
+
+    parts = flops.breakdown(model.config, lengths)
+    forward = (parts.total - parts.head).sum()
+    assert before == pytest.approx(forward, rel=0.02)
+    backward = (flops.backward(model.config, lengths) - 2 * parts.head).sum()
+    assert run.total - before == pytest.approx(backward, rel=0.02)
 
 
 @pytest.mark.thorough
@@ -115,9 +180,7 @@ def test_every_admitted_family_is_counted_or_refused_with_its_reason(family):
 
     parts, sizes = flops.breakdown(model.config, n), flops.parameters(model.config)
 
-    if parts.indexer:  # compared by test_what_a_model_runs_is_what_is_counted
-        assert family in ("deepseek_v32", "glm_moe_dsa")
-    else:
+    if family not in ("deepseek_v32", "glm_moe_dsa"):  # their indexers are counted by other tests
         assert parts.attention_scores == attention * (n + 1) / (2 * n)
         assert parts.total - parts.attention_scores == sum(counts.values()) - attention
     assert 2 * n * sizes.active == sum(counts.values()) - attention

@@ -4,6 +4,7 @@ from primerl.attention.admission import refuse_unpackable
 from primerl.attention.documents import Document, Layout, Span, find_documents, lay_out
 from primerl.attention.kernels import attend
 from primerl.attention.packed import require_documents
+from primerl.attention.sparse import score_in_fp8
 from primerl.attention.switching import attend_by_document
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "lay_out",
     "refuse_unpackable",
     "require_documents",
+    "score_in_fp8",
 ]

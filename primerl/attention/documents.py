@@ -97,7 +97,7 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
     lengths = np.array([one.end for one in spans], int) - begins
     seen = np.array([sum(end - begin for begin, end in one.keys) for one in spans], int)
     ranges = np.array([some for one in spans for some in one.keys], int).reshape(-1, 2)
-    keys = _concatenated(ranges[:, 0], ranges[:, 1] - ranges[:, 0])
+    keys = concatenated(ranges[:, 0], ranges[:, 1] - ranges[:, 0])
     alike, run_of = np.unique(np.stack([lengths, seen]), axis=1, return_inverse=True)
     run_of = run_of.reshape(-1)
     order = np.argsort(run_of, kind="stable")
@@ -105,8 +105,8 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
     plan = [
         np.array([alike.shape[1]]),
         np.stack([np.bincount(run_of), *alike], axis=1).reshape(-1),
-        _concatenated(begins[order], lengths[order]),
-        keys[_concatenated(first_keys[order], seen[order])],
+        concatenated(begins[order], lengths[order]),
+        keys[concatenated(first_keys[order], seen[order])],
     ]
     ends = [np.concatenate([[0], np.cumsum(counts)]) for counts in (lengths, seen)]
     in_place = (keys == np.arange(len(keys))).all()
@@ -129,7 +129,7 @@ def _dynamic_tensor(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor
     return tensor
 
 
-def _concatenated(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def concatenated(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenate the row indices of ranges, given by their begins and lengths."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(begins - before, lengths) + np.arange(lengths.sum())

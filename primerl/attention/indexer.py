@@ -1,10 +1,10 @@
 """Choose keys with the indexer of sparse attention, separately for each document."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -12,7 +12,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from primerl.attention.admission import CONTEXT_SPARSE_ATTENTION, SPARSE_ATTENTION
 from primerl.attention.documents import (
     Layout,
-    Span,
     batch_layout,
     find_documents,
     lay_out,
@@ -20,8 +19,11 @@ from primerl.attention.documents import (
     spans_within,
 )
 
-# The maximum number of query-key scores held in memory at a time.
-MAX_SCORES = 2**27
+# The maximum number of scores, of all heads, held in memory at a time on a CPU: 16 MB. With 512 MB,
+# it took twice as long.
+MAX_SCORES = 2**22
+# The same on a GPU: 512 MB. The Triton kernel holds only the sums over heads.
+MAX_SCORES_ON_GPU = 2**27
 
 GatherRows = Callable[[Tensor], tuple[Tensor, int]]
 """Function ``rows -> (rows of all ranks that share documents, this rank's index among them)``.
@@ -34,28 +36,32 @@ SWITCH_BACK = (
     "to pad, call model.set_attn_implementation('sdpa') first"
 )
 
+# Names of the attention implementations with which indexers choose keys within each document.
+SWITCHED = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)
+
 # The documents of each indexer output, for attention that does not receive the documents.
 OUTPUT_LAYOUTS = WeakTensorKeyDictionary()
 
 
-def max_rows(scores: int) -> int:
-    """Return the maximum number of rows to compute at once, given the number of scores per row."""
-    return max(1, MAX_SCORES // scores)
-
-
 class DocumentIndexer(nn.Module):
-    """Wrapper that calls a model's indexer on one document at a time.
+    """Wrapper of a model's indexer that chooses keys in one document at a time.
 
     It returns ``[b, t, index_topk]``, int32: for each row, the positions of the chosen keys within
-    the row's document. A row sees all keys chosen for it. If it sees fewer than ``index_topk``
-    keys, the other entries are 0, the position of the first key. If no row of a document sees more
-    than ``index_topk`` keys, all its entries are 0, because attention then uses all visible keys.
+    the row's document, then -1 if the row sees fewer keys. If no row of a document sees more than
+    ``index_topk`` keys, all its entries are -1, because attention then uses all visible keys.
 
     If no document is longer than ``index_topk``, it returns ``[b, t, 0]``, and each row attends to
     all keys that it sees.
+
+    Args:
+        indexer: the model's indexer.
+        gather: gathers the rows of all ranks that share documents.
+        fp8: whether to round queries and keys to FP8.
     """
 
-    def __init__(self, indexer: nn.Module, gather: GatherRows | None = None) -> None:
+    def __init__(
+        self, indexer: nn.Module, gather: GatherRows | None = None, *, fp8: bool = False
+    ) -> None:
         super().__init__()
         if next(indexer.named_parameters(recurse=False), None) or indexer._buffers:
             raise ValueError(
@@ -67,7 +73,9 @@ class DocumentIndexer(nn.Module):
         # In a tuple, so that the indexer's parameters are not registered a second time.
         self.wrapped = (indexer,)
         self.gather = gather
+        self.fp8 = fp8
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def forward(
         self,
@@ -83,8 +91,7 @@ class DocumentIndexer(nn.Module):
         """Choose the keys to which each row attends; the model's indexer has the same arguments."""
         indexer: Any = self.wrapped[0]
         cache = past_key_values if cache is None else cache
-        switched = (SPARSE_ATTENTION, CONTEXT_SPARSE_ATTENTION)
-        if indexer.config._attn_implementation not in switched:
+        if indexer.config._attn_implementation not in SWITCHED:
             whole: Tensor = indexer(hidden, q_latent, rotation, attention_mask, position_ids, cache)
             return whole
         if cache is not None:
@@ -95,67 +102,168 @@ class DocumentIndexer(nn.Module):
             nothing = hidden.new_zeros(batch, length, 0, dtype=torch.int32)
             OUTPUT_LAYOUTS[nothing] = layout
             return nothing
-        inputs = [hidden, q_latent, *rotation, position_ids]
-        rows = [x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in inputs]
-        keys, rank = _keys(indexer, rows), 0
+        hidden_rows, latent_rows, cosines, sines = (
+            x.expand(batch, *x.shape[1:]).flatten(0, 1) for x in (hidden, q_latent, *rotation)
+        )
+        queries, weights, keys = index_inputs(
+            indexer, hidden_rows, latent_rows, (cosines, sines), fp8=self.fp8
+        )
+        rank = 0
         if self.gather is not None:
             keys, rank = self.gather(keys)
-        chosen = hidden.new_zeros(batch * length, indexer.index_topk, dtype=torch.int32)
+        chosen = hidden.new_full((batch * length, indexer.index_topk), -1, dtype=torch.int32)
         for span in spans_within(layout.spans, rank * length, batch * length):
             if span.seen > indexer.index_topk:
-                queries = [x[span.begin : span.end] for x in rows]
-                chosen[span.begin : span.end] = _choose(indexer, queries, span_rows(keys, span))
+                part = slice(span.begin, span.end)
+                seen = torch.cat([keys[begin:end] for begin, end in span.keys])
+                chosen[part] = choose_keys(indexer, queries[part], weights[part], seen)
         chosen = chosen.view(batch, length, -1)
         OUTPUT_LAYOUTS[chosen] = layout
         return chosen
 
 
-class _Recorder:
-    """Replacement of the model's cache that records the indexer's keys and returns the first."""
+class IndexInputs(NamedTuple):
+    """The tensors from which an indexer computes its scores, with one row per token."""
 
-    keys: Tensor
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:  # noqa: ARG002
-        self.keys = keys[0]
-        return keys[:, :1]
+    queries: Float[Tensor, "t heads d"]
+    weights: Float[Tensor, "t heads"]
+    keys: Float[Tensor, "t d"]
 
 
-class _FixedKeys:
-    """Replacement of the model's cache that makes the indexer score given keys."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys = keys
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:  # noqa: ARG002
-        return self.keys.unsqueeze(0)
+# The functions, in a family's own module, that rotate an indexer's queries and keys.
+_ROTATIONS = {
+    "deepseek_v32": "apply_rotary_pos_emb",
+    "glm_moe_dsa": "apply_rotary_pos_emb_interleave",
+}
 
 
-def _call(indexer: Any, rows: list[Tensor], visible: Tensor, cache: Any) -> Tensor:
-    hidden, q_latent, cos, sin, positions = (x.unsqueeze(0) for x in rows)
-    chosen: Tensor = indexer(hidden, q_latent, (cos, sin), visible.unsqueeze(0), positions, cache)
-    return chosen.squeeze(0)
+def index_inputs(
+    indexer: Any,
+    hidden: Float[Tensor, "t h"],
+    q_latent: Float[Tensor, "t r"],
+    rotation: tuple[Float[Tensor, "t p"], Float[Tensor, "t p"]],
+    *,
+    fp8: bool = False,
+) -> IndexInputs:
+    """Compute an indexer's queries, weights of heads, and keys, as the model's own indexer does.
+
+    Args:
+        indexer: a model's indexer.
+        hidden: the inputs of the layer's attention.
+        q_latent: the latents of attention's queries.
+        rotation: the cosines and sines of the tokens' positions.
+        fp8: whether to round queries and keys to FP8.
+    """
+    module = sys.modules[type(indexer).__module__]
+    rotate = getattr(module, _ROTATIONS[indexer.config.model_type])
+    rotated = indexer.qk_rope_head_dim
+    queries = indexer.wq_b(q_latent).unflatten(1, (indexer.n_heads, indexer.head_dim))
+    keys = indexer.k_norm(indexer.wk(hidden)).unsqueeze(1)
+    turned = rotate(queries[..., :rotated], keys[..., :rotated], *rotation)
+    queries, keys = (
+        torch.cat([first, whole[..., rotated:]], dim=-1)
+        for first, whole in zip(turned, (queries, keys), strict=True)
+    )
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
+    if fp8:
+        queries, keys = _round_to_fp8(queries), _round_to_fp8(keys)
+    return IndexInputs(queries, weights * indexer.n_heads**-0.5, keys.squeeze(1))
 
 
-def _keys(indexer: Any, rows: list[Tensor]) -> Float[Tensor, "t d"]:
-    recorder = _Recorder()
-    length, device = rows[0].shape[0], rows[0].device
-    _call(indexer, rows, torch.ones(length, 1, dtype=torch.bool, device=device), recorder)
-    return recorder.keys
+def _round_to_fp8(x: Tensor) -> Tensor:
+    """Round vectors to e4m3, each with a power of 2 as its scale.
+
+    bfloat16 represents the results exactly, so products of them need no kernels for FP8.
+    """
+    most = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-4)
+    scale = (most / torch.finfo(torch.float8_e4m3fn).max).log2().ceil().exp2()
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
-def _choose(indexer: Any, rows: list[Tensor], keys: Float[Tensor, "s d"]) -> Int[Tensor, "t k"]:
-    """Choose keys for the last rows of a document, a limited number of rows at a time."""
-    length, before = len(rows[0]), len(keys) - len(rows[0])
-    at_once = max_rows(indexer.n_heads * len(keys))
-    position, parts = torch.arange(len(keys), device=keys.device), []
-    for begin in range(0, length, at_once):
-        part = [x[begin : begin + at_once] for x in rows]
-        here = position[before + begin :][: len(part[0])].unsqueeze(1)
-        seen = before + begin + len(part[0])
-        chosen = _call(indexer, part, position[:seen] <= here, _FixedKeys(keys[:seen]))
-        chosen = chosen.masked_fill(chosen > here, 0)  # rows that see fewer than index_topk keys
-        parts.append(F.pad(chosen, (0, indexer.index_topk - chosen.shape[1])))
-    return torch.cat(parts)
+def choose_keys(
+    indexer: Any,
+    queries: Float[Tensor, "t heads d"],
+    weights: Float[Tensor, "t heads"],
+    keys: Float[Tensor, "s d"],
+) -> Int[Tensor, "t k"]:
+    """Choose keys for the last tokens of a document, a limited number of tokens at a time.
+
+        score_j = sum_h weight_h max(0, q_h . k_j) / sqrt(d)
+
+    Returns ``[t, index_topk]``, int32: the positions of the keys with the highest scores, then -1
+    if fewer are visible. Among keys with equal scores, the first are chosen, so that the choice
+    does not depend on how many tokens or keys are scored at a time.
+    """
+    weights = weights * indexer.softmax_scale
+    chosen: Tensor = _choose(queries, weights, keys, indexer.index_topk)
+    return chosen
+
+
+# An operator, so that selective recomputation keeps the choice, and not the products of all heads.
+@torch.library.custom_op("primerl::choose_keys", mutates_args=())
+def _choose(queries: Tensor, weights: Tensor, keys: Tensor, top_k: int) -> Tensor:
+    count, before = len(queries), len(keys) - len(queries)
+    most = MAX_SCORES if keys.device.type == "cpu" else MAX_SCORES_ON_GPU
+    held = queries.shape[1] if reason_against_scoring_kernel(queries) else 1
+    at_once = max(1, most // (held * len(keys)))
+    position = torch.arange(len(keys), device=keys.device)
+    chosen = torch.full((count, top_k), -1, dtype=torch.int32, device=keys.device)
+    for begin in range(0, count, at_once):
+        rows = slice(begin, begin + at_once)
+        here = position[before + begin :][: len(queries[rows])].unsqueeze(1)
+        seen = before + begin + len(here)
+        scores = _scores(queries[rows], weights[rows], keys[:seen])
+        scores.masked_fill_(position[:seen] > here, -torch.inf)
+        found = _highest(scores, min(top_k, seen))
+        chosen[rows, : found.shape[1]] = found.masked_fill(found > here, -1).int()
+    return chosen
+
+
+@_choose.register_fake
+def _(queries: Tensor, _weights: Tensor, _keys: Tensor, top_k: int) -> Tensor:
+    return queries.new_empty(len(queries), top_k, dtype=torch.int32)
+
+
+def reason_against_scoring_kernel(queries: Float[Tensor, "t heads d"]) -> str | None:
+    """Return why Triton's kernel can't compute the scores of queries, or None if it can."""
+    if not queries.is_cuda:
+        return f"it runs on CUDA devices, not on {queries.device.type}"
+    if queries.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in 16 bits, not in {queries.dtype}"
+    heads, size = queries.shape[1:]
+    if heads & (heads - 1) or not 1 <= heads <= 128:
+        return f"its blocks have powers of 2 up to 128 as numbers of heads, not {heads}"
+    if size & (size - 1) or not 16 <= size <= 128:
+        return f"its blocks have powers of 2 from 16 to 128 as sizes of heads, not {size}"
+    return None
+
+
+def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """Compute scores in float32, also under autocast; 16-bit rounding would make many equal."""
+    if reason_against_scoring_kernel(queries) is None:
+        from primerl.attention.indexer_triton import index_scores
+
+        return index_scores(queries, weights, keys)
+    with torch.autocast(queries.device.type, enabled=False):
+        products = queries.float() @ keys.float().T
+        return (weights.unsqueeze(1) @ products.relu_()).squeeze(1)
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the highest scores in each row, the first ones of equal scores.
+
+    Scores of -inf come last.
+    """
+    values, places = scores.topk(count)
+    least = values[:, -1:]
+    tied = (((scores >= least).sum(1) > count) & least.isfinite().squeeze(1)).nonzero().squeeze(1)
+    if len(tied):  # topk takes any of the equal scores
+        some, least = scores[tied], least[tied]
+        above, equal = some > least, some == least
+        missing = count - above.sum(1, keepdim=True)
+        first = above | (equal & (equal.cumsum(1) <= missing))
+        places[tied] = first.nonzero()[:, 1].view(-1, count)
+    return places
 
 
 @once_per_tensor
@@ -167,8 +275,3 @@ def _find_layout(
         return batch_layout(position_ids, batch, device)
     positions, _ = gather(position_ids.expand(batch, -1).flatten())
     return lay_out(find_documents(positions), device)
-
-
-def span_rows(x: Tensor, span: Span) -> Tensor:
-    """Concatenate the key rows of a span."""
-    return torch.cat([x[begin:end] for begin, end in span.keys])

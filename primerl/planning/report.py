@@ -11,19 +11,25 @@ from primerl._common.optional import require
 from primerl.planning.incompatibilities import Incompatibility
 from primerl.planning.server_memory import ServerPlan
 from primerl.planning.sizes import ModelSize
+from primerl.planning.step_time import StepTime, step_rows
+from primerl.planning.storage import MARGIN, StoragePlan, asked
 from primerl.planning.traffic import Traffic
 from primerl.planning.trainer_memory import TrainerPlan
 
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """The plan of a run: sizes, memory per GPU, traffic per step, and refused combinations."""
+    """The plan of a run: memory per GPU, traffic per step, storage, and refused combinations."""
 
     model: ModelSize
     trainers: tuple[TrainerPlan, ...] = attrs.field(default=(), converter=tuple)
     servers: dict[str, ServerPlan] = attrs.field(factory=dict)
     """Plans of servers, by name."""
     traffic: Traffic | None = None
+    storage: StoragePlan | None = None
+    """Storage of a run with the first layout."""
+    times: dict[str, StepTime] = attrs.field(factory=dict)
+    """The time of a step with each layout that was measured."""
     refused_pairs: tuple[Incompatibility, ...] = attrs.field(default=(), converter=tuple)
 
     @property
@@ -63,7 +69,12 @@ class Plan:
             names = list(ranks[0][1].by_name)
             rows = [[name, *(_gb(one.by_name[name]) for _, one in ranks)] for name in names]
             rows.append(["total per GPU", *(_gb(one.device) for _, one in ranks)])
-            rows.append(["host memory per node", *(_gb(plan.host_per_node) for plan, _ in ranks)])
+            rows.append(
+                [
+                    "optimizer per node, in host memory",
+                    *(_gb(plan.host_per_node) for plan, _ in ranks),
+                ]
+            )
         columns = ["", *(f"{plan.layout}: rank {one.rank}" for plan, one in ranks)]
         yield "Trainer, GB per GPU", columns, rows
         yield (
@@ -116,6 +127,18 @@ class Plan:
                     _gb(sent.weights_delta),
                 ]
             ],
+        )
+        places = {} if self.storage is None else self.storage.places
+        rows = []
+        for place, contents in places.items():
+            rows += [[place, content, _gb(size)] for content, size in contents.items()]
+            rows.append([place, "sum", _gb(sum(contents.values()))])
+            rows.append([place, f"to ask for: {MARGIN:.0%} more", _gb(asked(contents))])
+        yield "Storage, GB", ["where", "what", ""], rows
+        yield (
+            "Time, seconds",
+            ["layout", "phase", "", "beside", "computed from"],
+            step_rows(self.times),
         )
         yield (
             "Refused combinations",

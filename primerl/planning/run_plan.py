@@ -1,18 +1,23 @@
-"""``plan_run``: plans of a run's trainer, servers, traffic and refused combinations."""
+"""``plan_run``: plans of a run's trainer, servers, traffic, storage and refused combinations."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from primerl import fp8
 from primerl._common.expert_modules import expert_modules
+from primerl.planning.allowances import Allowances
+from primerl.planning.hardware import Hardware
 from primerl.planning.incompatibilities import refused_pairs
 from primerl.planning.report import Plan
-from primerl.planning.server_memory import plan_server
+from primerl.planning.server_memory import plan_server, published_layers
 from primerl.planning.sizes import model_size
-from primerl.planning.traffic import plan_traffic
-from primerl.planning.trainer_memory import Prepare, TrainerLayout, plan_trainers
+from primerl.planning.step_time import PlannedStep, plan_step
+from primerl.planning.storage import StoragePlan, plan_storage
+from primerl.planning.traffic import Traffic, plan_traffic
+from primerl.planning.trainer_memory import Prepare, TrainerLayout, TrainerPlan, plan_trainers
 
 
 def plan_run(
@@ -23,10 +28,15 @@ def plan_run(
     servers: Sequence[int],
     tokens: int,
     step_tokens: int,
+    steps: int,
+    max_staleness: int,
     gpu_bytes: int,
     max_num_seqs: int,
     gpu_memory_utilization: float = 0.9,
     form: fp8.Format | None = None,
+    workload: PlannedStep | None = None,
+    allowances: Allowances | None = None,
+    hardware: Hardware | None = None,
 ) -> Plan:
     """Plan a run: each layout of the trainer, and each size of a server, in FP8 and in bfloat16.
 
@@ -37,10 +47,15 @@ def plan_run(
         servers: numbers of GPUs of a server, which share the experts; the run uses the first.
         tokens: the maximum number of tokens of a rollout, and of a micro-batch.
         step_tokens: the maximum number of tokens of all rollouts of a step.
+        steps: the number of policy steps.
+        max_staleness: the maximum staleness of trained tokens, in policy steps.
         gpu_bytes: memory per GPU.
         max_num_seqs: the number of concurrent rollouts per GPU of a server.
         gpu_memory_utilization: the fraction of a GPU's memory that vLLM uses.
         form: the format of the FP8 checkpoint that is served; None: servers hold bfloat16.
+        workload: the rollouts of a step, for its time; None: no times.
+        allowances: what a GPU needs beside tensors; None: nothing.
+        hardware: the speeds of the machines; None: the defaults of ``Hardware``.
 
     Raises:
         ValueError: there is no layout or no server, a server has no GPU, the size of the KV cache
@@ -52,14 +67,11 @@ def plan_run(
             f"got {len(layouts)} layouts, and servers of {[*servers]} GPUs; expected at least one "
             "of each, and at least one GPU per server"
         )
-    trainers = plan_trainers(build, prepare, layouts, tokens=tokens, gpu_bytes=gpu_bytes)
+    trainers = plan_trainers(
+        build, prepare, layouts, tokens=tokens, gpu_bytes=gpu_bytes, allowances=allowances
+    )
     model = build()
-    quantizers: dict[str, fp8.CheckpointQuantizer | None] = {}
-    if form is not None:
-        fp8.convert_linears(model, form=form)
-        experts = fp8.GroupedMatmul(form=form) if expert_modules(model) else None
-        quantizers["FP8"] = fp8.CheckpointQuantizer(model, experts=experts, dtype=torch.bfloat16)
-    quantizers["bf16"] = None
+    quantizers = _quantizers(model, form)
     plans = {
         f"{name}, ep={gpus}": plan_server(
             model,
@@ -69,16 +81,83 @@ def plan_run(
             max_num_seqs=max_num_seqs,
             gpu_bytes=gpu_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
+            reserved=0 if allowances is None else allowances.server,
             quantize=quantize,
         )
         for gpus in servers
         for name, quantize in quantizers.items()
     }
     published = next(iter(plans.values())).published
+    traffic = plan_traffic(model, step_tokens=step_tokens, published=published)
+    storage = _storage(
+        model,
+        trainers[0],
+        traffic,
+        quantizers,
+        step_tokens=step_tokens,
+        steps=steps,
+        max_staleness=max_staleness,
+    )
+    times = {}
+    if workload is not None:
+        server = next(iter(plans.values()))
+        times = {
+            str(one.layout): plan_step(
+                *(model.config, one, server, traffic),
+                workload=workload,
+                pack_tokens=tokens,
+                fp8=form is not None,
+                checkpoint_bytes=0 if storage is None else storage.checkpoint,
+                hardware=hardware,
+            )
+            for one in trainers
+            if one.ranks
+        }
     return Plan(
         model=model_size(model),
         trainers=trainers,  # type: ignore[arg-type]  # mypy does not infer what tuple converts
         servers=plans,
-        traffic=plan_traffic(model, step_tokens=step_tokens, published=published),
+        traffic=traffic,
+        storage=storage,
+        times=times,
         refused_pairs=refused_pairs(),  # type: ignore[arg-type]
+    )
+
+
+def _quantizers(
+    model: nn.Module, form: fp8.Format | None
+) -> dict[str, fp8.CheckpointQuantizer | None]:
+    """Return the forms in which servers may hold the model, by name; the first is that of a run."""
+    if form is None:
+        return {"bf16": None}
+    fp8.convert_linears(model, form=form)
+    experts = fp8.GroupedMatmul(form=form) if expert_modules(model) else None
+    quantizer = fp8.CheckpointQuantizer(model, experts=experts, dtype=torch.bfloat16)
+    return {"FP8": quantizer, "bf16": None}
+
+
+def _storage(
+    model: nn.Module,
+    trainer: TrainerPlan,
+    traffic: Traffic,
+    quantizers: Mapping[str, fp8.CheckpointQuantizer | None],
+    **sizes: int,
+) -> StoragePlan | None:
+    """Plan the storage of a run whose first layout is ``trainer``; None if that was not measured.
+
+    Servers are updated in the first form of ``quantizers``. The trainer starts in the last one.
+    """
+    if not trainer.ranks:
+        return None
+    layers = {
+        name: [sum(one) for one in published_layers(model, dtype=torch.bfloat16, quantize=quantize)]
+        for name, quantize in quantizers.items()
+    }
+    return plan_storage(
+        trainer,
+        traffic,
+        published=next(iter(layers.values())),
+        final_model=sum(sum(one) for one in published_layers(model, dtype=None)),
+        models={name: sum(one) for name, one in layers.items()},
+        **sizes,
     )

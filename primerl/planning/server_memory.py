@@ -56,6 +56,7 @@ def plan_server(
     max_num_seqs: int,
     gpu_bytes: int,
     gpu_memory_utilization: float = 0.9,
+    reserved: int = 0,
     kv_cache_dtype: KVDtype = "auto",
     quantize: Quantizer | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -70,6 +71,7 @@ def plan_server(
         max_num_seqs: the number of concurrent sequences per GPU.
         gpu_bytes: memory per GPU.
         gpu_memory_utilization: the fraction of it that vLLM uses.
+        reserved: bytes of this fraction that are neither weights nor KV cache, such as activations.
         kv_cache_dtype: ``"auto"`` for 16 bits, or ``"fp8"``.
         quantize: quantizes the published weights: ``fp8.CheckpointQuantizer``. None: not quantized.
         dtype: dtype of weights that are not quantized.
@@ -81,7 +83,7 @@ def plan_server(
     weights = -(-experts // ep) + others
     token = kv_bytes(model.config, kv_cache_dtype)
     asked = max_model_len * max_num_seqs * token
-    room = int(gpu_bytes * gpu_memory_utilization) - weights
+    room = int(gpu_bytes * gpu_memory_utilization) - reserved - weights
     counts = {len(next(module.parameters())) for module in expert_modules(model).values()}
     refusal = None
     if gpus % ep:
@@ -114,10 +116,18 @@ def plan_server(
 def published_bytes(
     model: nn.Module, *, dtype: torch.dtype, quantize: Quantizer | None = None
 ) -> tuple[int, int]:
-    """Return the published bytes of routed experts, and of all other weights.
+    """Return the published bytes of routed experts, and of all other weights."""
+    layers = published_layers(model, dtype=dtype, quantize=quantize)
+    return sum(experts for experts, _ in layers), sum(others for _, others in layers)
 
-    Sizes are those of ``checkpoint_tensors``. Layers with equal tensors are converted once, and all
-    are counted.
+
+def published_layers(
+    model: nn.Module, *, dtype: torch.dtype | None, quantize: Quantizer | None = None
+) -> list[tuple[int, int]]:
+    """Return the published bytes of routed experts and of other weights, for each layer.
+
+    Sizes are those of ``checkpoint_tensors``, and layers those of ``layers_of``. Layers with equal
+    tensors are converted once, and all are counted. With ``dtype=None``, parameters keep theirs.
     """
     dtypes = wire_dtypes(model, dtype, quantize)
     tensors = {
@@ -125,8 +135,9 @@ def published_bytes(
     }
     modules = tuple(f"{name}." for name in expert_modules(model))
     known: dict[Any, int] = {}
-    experts = others = 0
+    layers = []
     for names in layers_of(tensors):
+        experts = others = 0
         for name in names:
             tensor = tensors[name]
             kind = (_NUMBER.sub("*", name), tensor.shape, tensor.dtype)
@@ -136,7 +147,8 @@ def published_bytes(
                 experts += known[kind]
             else:
                 others += known[kind]
-    return experts, others
+        layers.append((experts, others))
+    return layers
 
 
 def _sent(

@@ -16,6 +16,7 @@ from primerl import optim, parallel
 from primerl._common.checkpoint_tensors import LAYER
 from primerl._common.ranks import local_part
 from primerl.planning.activation_memory import Activations, measure_activations
+from primerl.planning.allowances import Allowances
 from primerl.planning.virtual_ranks import imagined_ranks
 
 GIB = 2**30
@@ -71,13 +72,20 @@ class RankMemory:
     gathered: int = 0
     """Gathered parameters: those outside the layers, the running layer and the next one."""
     reduced: int = 0
-    """Gathered gradients before the reduction, in the dtypes of computation and reduction."""
+    """Gathered gradients before and during the reduction: those outside the layers, and one layer's
+    in the dtype of the reduction."""
     activations: int = 0
     """Activations that the forward pass of a micro-batch keeps for the backward pass."""
-    recomputed: int = 0
-    """Activations of one layer while it is recomputed, if layers are recomputed."""
+    working: int = 0
+    """What else is alive at the peak of both passes: within one layer, or in the head."""
     host: int
     """Optimizer states in host memory."""
+    activations_on_host: int = 0
+    """Activations in host memory, if they are offloaded."""
+    unsharded: int = 0
+    """Bytes of all parameters that this rank gathers in a forward pass."""
+    allowed: dict[str, int] = attrs.field(factory=dict)
+    """What is allowed for beside tensors, by name (``Allowances``)."""
     parts: tuple[ParameterShare, ...] = attrs.field(default=(), repr=False)
 
     @property
@@ -89,8 +97,8 @@ class RankMemory:
     def by_name(self) -> dict[str, int]:
         """The terms of the sum ``device``, by name."""
         names = ("parameters", "gradients", "optimizer", "gathered", "reduced", "activations",
-                 "recomputed")  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+                 "working")  # fmt: skip
+        return {name: getattr(self, name) for name in names} | self.allowed
 
 
 @attrs.frozen(kw_only=True)
@@ -108,6 +116,12 @@ class TrainerPlan:
         """Bytes of optimizer states in a node's host memory, by its largest rank."""
         return self.layout.gpus_per_node * max((one.host for one in self.ranks), default=0)
 
+    @property
+    def activations_per_node(self) -> int:
+        """Bytes of activations in a node's host memory, if they are offloaded."""
+        largest = max((one.activations_on_host for one in self.ranks), default=0)
+        return self.layout.gpus_per_node * largest
+
 
 def plan_trainers(
     build: Callable[[], Any],
@@ -118,6 +132,7 @@ def plan_trainers(
     gpu_bytes: int,
     dtype: torch.dtype = torch.bfloat16,
     ranks: Sequence[int] = (0,),
+    allowances: Allowances | None = None,
 ) -> list[TrainerPlan]:
     """Prepare a model on imagined ranks of each layout, and measure the ranks' memory.
 
@@ -134,6 +149,7 @@ def plan_trainers(
         dtype: dtype that layers compute in, as in ``parallel.shard``.
         ranks: the ranks to imagine, each of which prepares the model once; -1 is the last. Shards
             are equal, unless a size is not a multiple of the number of ranks; then rank 0 has most.
+        allowances: what a GPU needs beside tensors; None: nothing.
     """
     activations: dict[tuple[int, int], Activations] = {}
     plans = []
@@ -149,13 +165,14 @@ def plan_trainers(
                     model = build()
                     optimizer = prepare(model, _mesh(layout))
                     memory = rank_memory(model, optimizer, rank=rank, dtype=dtype)
-                found.append(
-                    attrs.evolve(
-                        memory,
-                        activations=activations[key].kept,
-                        recomputed=activations[key].recomputed,
-                    )
+                memory = attrs.evolve(
+                    memory,
+                    activations=activations[key].kept,
+                    working=activations[key].working,
+                    activations_on_host=activations[key].host,
                 )
+                allowed = {} if allowances is None else allowances.of(memory)
+                found.append(attrs.evolve(memory, allowed=allowed))
         except ValueError as error:
             refusal = str(error)
         plans.append(
@@ -184,11 +201,15 @@ def _activations(
     if tokens % layout.cp:
         raise ValueError(f"context: {tokens} tokens are not divisible by cp={layout.cp}")
     if not tokens:
-        return Activations(kept=0, recomputed=0)
-    with imagined_ranks(layout.ranks):
+        return Activations(kept=0, working=0, host=0)
+
+    def unsharded() -> Any:
         model = build().to(dtype)
         prepare(model, attrs.evolve(_mesh(layout), parameters=None))
-        return measure_activations(model, tokens=tokens // layout.cp)
+        return model
+
+    with imagined_ranks(layout.ranks, rank=layout.cp - 1):
+        return measure_activations(unsharded, tokens=tokens, cp=layout.cp)
 
 
 def _too_large(ranks: list[RankMemory], gpu_bytes: int) -> str | None:
@@ -222,7 +243,7 @@ def rank_memory(
     tensors = [*model.parameters(), *model.buffers()]
     trained = [one for one in model.parameters() if one.requires_grad]
     states, host = _optimizer_bytes(optimizer)
-    gathered, reduced = _gathered_bytes(model, dtype)
+    gathered, reduced, unsharded = _gathered_bytes(model, dtype)
     return RankMemory(
         rank=rank,
         parameters=sum(_bytes(one) for one in tensors),
@@ -230,6 +251,7 @@ def rank_memory(
         optimizer=states,
         gathered=gathered,
         reduced=reduced,
+        unsharded=unsharded,
         host=host,
         parts=_parts(model),
     )
@@ -282,15 +304,17 @@ def _optimizer_bytes(optimizer: Optimizer) -> tuple[int, int]:
     return device, host
 
 
-def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Return the bytes of parameters that FSDP gathers at once, and of unreduced gradients.
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, int, int]:
+    """Return the bytes of parameters that FSDP gathers at once, of unreduced gradients, and of all
+    gathered parameters.
 
     Parameters outside the layers, and their gradients, stay gathered from the forward pass to the
-    end of the backward pass. While a layer computes, the next one is gathered. The gradients of a
-    layer are copied to float32 to be summed over ranks.
+    end of the backward pass. While a layer computes, the next one is gathered, and the gradients of
+    the layer before are summed over ranks in float32. A layer's own gradients count as
+    ``working``.
     """
     if not isinstance(model, FSDPModule):
-        return 0, 0
+        return 0, 0, 0
     kept = next(model.parameters()).dtype
     computed = dtype or kept
     summed = kept if computed == kept else torch.float32
@@ -298,20 +322,26 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, i
     for name, parameter in model.named_parameters():
         layer = LAYER.match(name)
         if layer is None:
-            around += _gathered_elements(parameter)
+            around += _gathered_elements(parameter, computed)
         else:
-            layers[layer[0]] = layers.get(layer[0], 0) + _gathered_elements(parameter)
+            size = _gathered_elements(parameter, computed)
+            layers[layer[0]] = layers.get(layer[0], 0) + size
     largest = max(layers.values(), default=0)
     next_one = min(len(layers), 2)
     gathered = computed.itemsize * (around + next_one * largest)
-    reduced = computed.itemsize * (around + largest) + summed.itemsize * largest
-    return gathered, reduced
+    reduced = computed.itemsize * around + summed.itemsize * largest
+    return gathered, reduced, computed.itemsize * (around + sum(layers.values()))
 
 
-def _gathered_elements(parameter: nn.Parameter) -> int:
-    """Return the elements of a parameter when gathered: all but the experts of other ranks."""
+def _gathered_elements(parameter: nn.Parameter, computed: torch.dtype) -> int:
+    """Return the elements of a parameter when gathered: all but the experts of other ranks.
+
+    A parameter that this rank has in full, in the dtype of computation, is not copied.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.numel()
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    return parameter.numel() // (mesh["expert"].size() if "expert" in names else 1)
+    held = parameter.numel() // (mesh["expert"].size() if "expert" in names else 1)
+    whole = local_part(parameter).numel() == held and parameter.dtype == computed
+    return 0 if whole else held

@@ -10,8 +10,10 @@ from forked_ranks import forked_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_sizes import Sizes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from primerl import loss, models, parallel, testing
+from primerl import attention, loss, models, parallel, testing
 from primerl._common.forward_passes import recomputation_method
 from primerl.attention import find_documents
 from primerl.attention import indexer as document_indexer
@@ -28,6 +30,21 @@ MODELS = {
         "num_hidden_layers": 4,
     },
 }
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return self.names.count(name)
 
 
 def sparse_model(kind="glm_moe_dsa", **config):
@@ -113,7 +130,7 @@ def test_the_keys_chosen_are_those_that_the_models_indexer_chooses_alone(lengths
     for one, chosen in zip(documents, theirs, strict=True):
         for row in range(len(one) if len(one) > top_k else 0):
             visible = {k for k in chosen[row].tolist() if k <= row}
-            assert set(ours[begin + row].tolist()) == visible
+            assert set(ours[begin + row].tolist()) - {-1} == visible
         begin += len(one)
 
 
@@ -129,7 +146,39 @@ def test_documents_that_see_all_they_may_need_no_indexer():
     assert not calls
     _, token_ids, position_ids, labels = packed([4, 5, 3, 6])
     loss.model_logprobs(model, token_ids, position_ids, labels)
-    assert len(calls) == 3  # for the keys, and for two documents
+    assert len(calls) == 1  # for all documents
+
+
+def test_selective_recomputation_repeats_no_choice_and_changes_nothing():
+    _, token_ids, position_ids, labels = packed(LENGTHS)
+    found = []
+    for selective in (None, False, True):
+        model = sparse_model("shared").train()
+        if selective is not None:
+            parallel.recompute(model, selective=selective)
+        logprobs = loss.model_logprobs(model, token_ids, position_ids, labels)
+        with Operators() as backward:
+            found.append((logprobs, gradients(model, logprobs)))
+        # Two of the four layers choose keys, in each of five documents.
+        assert backward.count("primerl::choose_keys") == (10 if selective is False else 0)
+
+    for logprobs, all_gradients in found[1:]:
+        assert torch.equal(logprobs, found[0][0])
+        for ours, theirs in zip(all_gradients, found[0][1], strict=True):
+            assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+def test_a_pass_on_fake_tensors_leaves_nothing_behind():
+    """As in planning, which runs long documents without their memory."""
+    model = sparse_model()
+    _, token_ids, position_ids, labels = packed(LENGTHS)
+    expected = loss.model_logprobs(model, token_ids, position_ids, labels)
+    fake = sparse_model(first_k_dense_replace=2)  # fake experts need bfloat16
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake.to_empty(device="cpu")
+    loss.model_logprobs(fake, token_ids, position_ids, labels).sum().backward()
+
+    assert torch.equal(loss.model_logprobs(model, token_ids, position_ids, labels), expected)
 
 
 def test_no_square_mask_is_built():
@@ -299,6 +348,35 @@ def test_weight_decay_moves_no_frozen_indexer(frozen):
     for name in indexer:
         assert torch.equal(sent[name], before[name]) == (frozen or "bias" in name)
     assert not torch.equal(sent["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_keys_may_be_scored_in_fp8():
+    model = sparse_model()
+    _, token_ids, position_ids, labels = packed(LENGTHS)
+    exact = loss.model_logprobs(model, token_ids, position_ids, labels)
+
+    attention.score_in_fp8(model)
+
+    rounded = loss.model_logprobs(model, token_ids, position_ids, labels)
+    assert not torch.equal(rounded, exact)
+    new = sparse_model()
+    attention.score_in_fp8(new)  # before it was ever called
+    assert torch.equal(loss.model_logprobs(new, token_ids, position_ids, labels), rounded)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no indexer"):
+        attention.score_in_fp8(testing.tiny_model("llama"))
+
+
+def test_no_layer_keeps_a_choice_that_no_other_reuses():
+    """In the third layer's case the last one, which hands its choice on to nobody."""
+    model = sparse_model(indexer_types=["full", "full", "shared"], num_hidden_layers=3)
+    handed_on = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, inputs, outputs: handed_on.append(outputs[1].shape))
+    _, token_ids, position_ids, labels = packed(LENGTHS)
+
+    loss.model_logprobs(model, token_ids, position_ids, labels)
+
+    assert [shape[-1] for shape in handed_on] == [0, TOP_K, 0]
 
 
 def test_a_model_without_an_indexer_has_none_to_freeze():

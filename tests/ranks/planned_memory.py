@@ -2,14 +2,15 @@
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import attrs
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from wirings import FAMILIES, LAYOUTS, OPTIMIZERS, TOKENS, make, prepare
+from wirings import FAMILIES, LAYOUTS, LONG, OPTIMIZERS, TOKENS, make, make_long, prepare
 
 from primerl import loss, parallel
+from primerl.planning.live_bytes import LiveBytes
 
 
 def local(tensor):
@@ -31,30 +32,60 @@ def held(family, layout, optimizer):
     }
 
 
-def forward(model, layout):
-    tokens = TOKENS // layout.cp
-    ids = torch.randint(2, 90, (tokens,))
-    start = tokens * (torch.distributed.get_rank() if layout.cp > 1 else 0)
-    return loss.model_logprobs(model, ids, torch.arange(start, start + tokens), ids)
+def forward(model, layout, tokens=TOKENS):
+    rows = tokens // layout.cp
+    ids = torch.randint(2, 90, (rows,))
+    start = rows * (torch.distributed.get_rank() if layout.cp > 1 else 0)
+    return loss.model_logprobs(model, ids, torch.arange(start, start + rows), ids)
 
 
 def kept(family, layout, *, recompute):
-    """Bytes that the forward pass saves for the backward pass, parameters not counted."""
+    """Bytes that the forward pass keeps for the backward pass, parameters not counted."""
     model = make(family)
     mesh = attrs.evolve(parallel.mesh(ep=layout.ep, cp=layout.cp), parameters=None)
     prepare(model, mesh, optimizer="AdamW", recompute=recompute)
-    ours = {local(x).untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
-    saved = {}
-
-    def save(x):
-        if local(x).untyped_storage()._cdata not in ours:
-            saved.setdefault(local(x).untyped_storage()._cdata, x)
-        return x
-
-    with saved_tensors_hooks(save, lambda x: x):
+    with LiveBytes() as live:
+        live.ignore(*model.parameters(), *model.buffers())
         result = forward(model, layout)
+        total = live.now
     del result
-    return sum(local(x).untyped_storage().nbytes() for x in saved.values())
+    return total
+
+
+class Allocator(LiveBytes):
+    """The tracing allocator, which also sees that FSDP changes the sizes of storages."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def _add(self, tensor):
+        super()._add(tensor)
+        storage = local(tensor).untyped_storage()
+        self.storages.setdefault(storage._cdata, weakref.ref(storage))
+
+    def _forget(self, place):
+        super()._forget(place)
+        del self.storages[place]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for place, reference in list(self.storages.items()):
+            if (storage := reference()) is not None and self._sizes[place] != storage.nbytes():
+                self.now += storage.nbytes() - self._sizes[place]
+                self._sizes[place] = storage.nbytes()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def peak(layout):
+    """Most bytes that a rank holds in a step, while it adds to gradients that are there already."""
+    with Allocator() as live:
+        model = make_long()
+        optimizer = prepare(model, parallel.mesh(ep=layout.ep, cp=layout.cp))
+        forward(model, layout, LONG).sum().backward()
+        optimizer.step()
+        live.restart()
+        forward(model, layout, LONG).sum().backward()
+        return live.restart()
 
 
 def main(folder):
@@ -70,6 +101,7 @@ def main(folder):
             for family in FAMILIES
             for name, layout in LAYOUTS.items()
         }
+        found["peak"] = {name: peak(layout) for name, layout in LAYOUTS.items()}
         (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

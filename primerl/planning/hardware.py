@@ -1,0 +1,48 @@
+"""The speeds of a machine: a table of stated numbers with their sources, which users edit."""
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Hardware:
+    """Speeds of a GPU and of its links. The defaults are for one H200.
+
+    Sources: (a) NVIDIA's data sheet; (b) measured on one H200, docs/verified.md; (c) measured by
+    others, prime-rl's pull request 3341; (d) assumed, not measured.
+    """
+
+    bf16: float = 989e12
+    """(a) FLOP/s of dense products in bfloat16; fractions below are of this peak."""
+    products: float = 0.70
+    """(b) Fraction that products in bfloat16 reach: 690 TFLOP/s."""
+    fp8_products: float = 0.37
+    """(b) Fraction that products in FP8 reach with torch's kernels, quantization included: 370
+    TFLOP/s, half of what bfloat16 reaches."""
+    grouped: float = 0.6
+    """(d) Speed of products grouped by expert, relative to those of one matrix."""
+    attention: float = 0.35
+    """(b) Fraction that attention to all keys reaches forward: 342 TFLOP/s, FlashAttention 2."""
+    attention_backward: float = 0.33
+    """(b) The same in the backward pass: 322 TFLOP/s."""
+    sparse_attention: float = 0.30
+    """(d) Fraction that attention to chosen keys reaches, in both passes."""
+    indexer: float = 0.30
+    """(d) Fraction that an indexer reaches, including the choice of keys."""
+    head: float = 0.155
+    """(b) Fraction that the LM head reaches with its loss: 25.0 ms for both passes of 4,096 tokens,
+    hidden size 1,024, and 151,936 entries."""
+    memory: float = 4.8e12
+    """(a) Bytes/s of a GPU's memory."""
+    memory_fraction: float = 0.6
+    """(d) Fraction of it that decoding reaches."""
+    pcie: float = 50e9
+    """(d) Bytes/s between a GPU and pinned host memory in one direction, PCIe 5."""
+    nvlink: float = 300e9
+    """(d) Bytes/s that a GPU sends to others of its node; (a) says 450."""
+    network: float = 44.26e9
+    """(c) Bytes/s that a GPU sends to other nodes, by RDMA."""
+    disk: float = 2e9
+    """(d) Bytes/s that a node writes to, or reads from, the shared file system."""
+    encoding: float = 1.1e9
+    """(b) Bytes/s of weights that a rank's thread compares, hashes and encodes as a delta: 0.81 GB
+    in 0.74 s, of a CPU (docs/weights.md)."""

@@ -12,6 +12,10 @@ groups are in flight. A training step takes 3 times the median duration of a rep
 - the fraction of groups dropped for staleness;
 - the mean length, in tokens, of the groups dropped, trained and generated.
 
+A second benchmark evaluates 64 held-out tasks every second step: training waits for that, or goes
+on beside it. Each row shows the seconds of 20 steps, those that the trainer waited for evaluations,
+and the mean number of steps that were taken until the results of an evaluation arrived.
+
 Everything but the model is real: worker process, admission, buffer and cancellation.
 """
 
@@ -32,7 +36,9 @@ GROUPS, SIZE = 8, 8
 SIGMA = math.log(10) / 2.3263
 WARM_UP, STEPS = 10, {0: 20, 1: 60, 2: 60, 4: 80, 8: 100}
 MAX_TOKENS = 10_000
+EVALUATED_STEPS, EVALUATE_EVERY, HELD_OUT, EVALUATION_WARM_UP = 20, 2, 64, 4
 rows: dict[int, dict[str, float]] = {}
+evaluated: dict[str, str] = {}
 
 
 def tasks():
@@ -131,6 +137,62 @@ def test_a_step(benchmark, bound):
         report()
         assert rows[bound]["step/ideal"] <= 1.10
         assert rows[bound]["dropped"] <= 0.01
+
+
+@pytest.mark.benchmark(group="evaluation", warmup=False)
+@pytest.mark.parametrize("how", ["never", "waiting", "beside"])
+def test_evaluation_every_second_step(benchmark, how):
+    dataset = tasks()
+    held_out = [
+        task | {"lengths": task["lengths"] * EVALUATED_STEPS} for task in dataset[-HELD_OUT:]
+    ]
+    for task in held_out:
+        random.Random(task["id"]).shuffle(task["lengths"])
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    engine = testing.ScriptedEngine([[3]], seconds_per_token=MEDIAN_S / MEDIAN_TOKENS)
+    late = []
+
+    with rollout.worker(
+        engine,
+        environment_of_known_lengths(),
+        dataset[:-HELD_OUT],
+        params=params,
+        group_size=SIZE,
+        groups_per_step=GROUPS,
+        max_staleness=4,
+    ) as rollouts:
+
+        def step(version, how):
+            if how == "waiting" and version % EVALUATE_EVERY == 0:
+                late.append(0)
+                rollouts.evaluate(held_out, params)
+            if rollouts.evaluation_due(version, every=EVALUATE_EVERY if how == "beside" else 0):
+                rollouts.start_evaluation(held_out, params, version=version)
+            late.extend(version - ended.version for ended in rollouts.ended_evaluations())
+            rollouts.take(version=version)
+            time.sleep(TRAINER_S)
+            engine.update_weights({}, version=version + 1)
+
+        def train():
+            for version in range(EVALUATION_WARM_UP, EVALUATION_WARM_UP + EVALUATED_STEPS):
+                step(version, how)
+            late.extend(
+                EVALUATION_WARM_UP + EVALUATED_STEPS - one.version
+                for one in rollouts.ended_evaluations(60)
+            )
+
+        for version in range(EVALUATION_WARM_UP):
+            step(version, "never")
+        began = time.perf_counter()
+        benchmark.pedantic(train, rounds=1, iterations=1)
+        seconds = time.perf_counter() - began
+        waited = rollouts.stats()["evaluation_wait_s"]
+
+    mean_late = sum(late) / max(1, len(late))
+    evaluated[how] = f"{seconds:.1f} s, waited {waited:.1f} s, {mean_late:.1f} steps late"
+    assert len(late) == (0 if how == "never" else EVALUATED_STEPS // EVALUATE_EVERY)
+    if how == "beside":
+        print("", *(f"{name}: {row}" for name, row in evaluated.items()), sep="\n")
 
 
 def report():

@@ -6,6 +6,8 @@ has its own class (``Completion -> Sample -> TrainingSample -> PackedBatch``), s
 filled in later.
 """
 
+import numbers
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -72,8 +74,25 @@ def _bool(values: Any) -> np.ndarray:
     return _read_only(values, np.bool_)
 
 
-def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r:.80}, expected a whole number") from None
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} is {value!r:.80}, expected a number")
+    return float(value)
+
+
+def _token_ids(values: Any) -> tuple[int, ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"stop_token_ids is {values!r:.80}, expected a sequence of token ids")
+    return tuple(_whole_number("stop_token_ids", value) for value in values)
 
 
 def _references(values: "Iterable[str] | str | None") -> tuple[str, ...]:
@@ -118,7 +137,8 @@ class SamplingParams:
     requested. The routes of the tokens before it are known from earlier turns.
 
     Raises:
-        ValueError: a value is outside its range.
+        ValueError: a value is outside its range, or not a number of its kind. Numbers of numpy are
+            accepted, and become Python's; a bool is not a number.
     """
 
     max_tokens: int
@@ -131,6 +151,12 @@ class SamplingParams:
     routes_start: int = 0
 
     def __attrs_post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "routes_start"):
+            object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", _whole_number("seed", self.seed))
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens is {self.max_tokens}, expected at least 1")
         if self.routes_start < 0:

@@ -5,43 +5,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from primerl._common.expert_modules import is_experts
 from primerl._common.optional import require
 from primerl._common.ranks import whole_tensors
 
-_BASE = ".base_layer."
-_ADAPTER = re.compile(r"\.lora_(?:A|B)\.[^.]+\.")
+_BASE = re.compile(r"(?:\.base_layer)+\.")  # twice for experts, of which two stacks are adapted
 _ADAPTER_PARAMETER = re.compile(r"\.lora_[^.]+\.")
-_PLAIN = (
-    "a plain, unmerged LoRA of a linear layer; adapt linear layers by "
-    "peft.LoraConfig(target_modules=[...]) without DoRA, biases or experts"
-)
 _SAVED = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 
 
 def has_adapters(model: nn.Module) -> bool:
     """Check whether any layer of the model has an adapter."""
-    return any(_ADAPTER_PARAMETER.search(name) for name, _ in model.named_parameters())
+    return any(is_factor(name) for name, _ in model.named_parameters())
 
 
-def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse ``peft`` adapters that prepend virtual tokens or keys, such as prompt tuning.
+def is_factor(name: str) -> bool:
+    """Check whether a parameter is one of the two low-rank factors of an adapted layer."""
+    return _ADAPTER_PARAMETER.search(name) is not None
 
-    With virtual tokens, the rows of a pack would not match its labels, and all documents would
-    share the tokens before the first document. Engines can't load such adapters either.
 
-    Raises:
-        ValueError: the model has such an adapter.
-    """
-    for name, config in adapter_configs(model).items():
-        if getattr(config, "is_prompt_learning", False):
-            kind = getattr(config.peft_type, "value", config.peft_type)
-            raise ValueError(
-                f"the model's adapter {name!r} is of peft's type {kind} ({type(config).__name__}), "
-                "which prepends virtual tokens to each sequence; packed documents cannot be "
-                "trained with it. Use peft.LoraConfig, or train the model's own weights"
-            )
+def adapted_layer(factor: str) -> str:
+    """Return the name of the layer that a factor adapts."""
+    return factor[: factor.index(".lora_")]
 
 
 def adapter_configs(model: nn.Module) -> dict[str, Any]:
@@ -50,87 +38,89 @@ def adapter_configs(model: nn.Module) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def refuse_other_adapters(model: nn.Module) -> None:
-    """Refuse adapters that can't be merged into weights: published weights would lack them.
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers to which ``peft`` has added low-rank adapters, by name."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+            yield name, module
 
-    Raises:
-        ValueError: an adapter prepends virtual tokens, or its type is not LORA.
-    """
-    refuse_virtual_tokens(model)
-    for name, config in adapter_configs(model).items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        if kind != "LORA":
-            raise ValueError(
-                f"the model's adapter {name!r} is of peft's type {kind}, which cannot be merged "
-                "into the published weights; use peft.LoraConfig, or train the model's own weights"
-            )
+
+def adapter_scales(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Count the adapted layers of each adapter by the scale of their products, in JSON's types."""
+    found: dict[str, dict[str, int]] = {}
+    for _, layer in lora_layers(model):
+        for adapter in layer.lora_A:
+            scales, scale = found.setdefault(adapter, {}), repr(float(layer.scaling[adapter]))
+            scales[scale] = scales.get(scale, 0) + 1
+    return found
 
 
 def in_adapted_layer(name: str) -> bool:
     """Check whether a parameter belongs to an adapter, or to a layer that has an adapter."""
-    return _BASE in name or _ADAPTER_PARAMETER.search(name) is not None
+    return _BASE.search(name) is not None or is_factor(name)
 
 
 def unadapted(name: str) -> str:
     """Return the name that a parameter of an adapted layer has without the adapter."""
-    return name.replace(_BASE, ".")
+    return _BASE.sub(".", name)
 
 
 def merged(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Merge adapters into the weights that they adapt (arXiv:2106.09685).
+    """Merge the active adapters into the weights that they adapt (arXiv:2106.09685).
 
         W' = W + s B A,   s = alpha / r
 
-    W' gets the name that W has without the adapter. ``tensors`` must hold whole layers.
-
-    Raises:
-        ValueError: an adapter is not a plain LoRA of a linear layer.
+    W' gets the name that W has without the adapter. ``tensors`` must hold whole layers, and the
+    adapters must be supported (``refuse_unsupported_adapters``).
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if _ADAPTER_PARAMETER.search(name):
+        if is_factor(name):
             continue
-        if _BASE not in name:
-            found[name] = tensor
-            continue
-        layer, _, own = name.rpartition(_BASE)
-        found[unadapted(name)] = tensor if own == "bias" else _adapted(model, layer, own, tensors)
+        wrapped = _BASE.search(name)
+        if wrapped is not None:
+            layer, own = name[: wrapped.start()], name[wrapped.end() :]
+            tensor = _adapted(model, layer, own, tensor, tensors)
+        found[unadapted(name)] = tensor
     return found
 
 
-def _adapted(model: nn.Module, layer: str, own_name: str, tensors: dict[str, Tensor]) -> Tensor:
+def _adapted(
+    model: nn.Module, layer: str, own: str, weight: Tensor, tensors: dict[str, Tensor]
+) -> Tensor:
+    """Add the adapters of ``layer``'s parameter ``own`` to its ``weight``."""
     module: Any = model.get_submodule(layer)
-    weight = tensors[f"{layer}{_BASE}{own_name}"]
-    own = [
-        name for name in tensors if name.startswith(f"{layer}.") and _ADAPTER_PARAMETER.search(name)
-    ]
-    odd = [name for name in own if not _is_factor(name)]
-    if odd or not _adds_factors(module):
-        raise ValueError(
-            f"the adapter of {layer} is not {_PLAIN} ({', '.join(odd) or type(module).__name__})"
-        )
-    for adapter in module.active_adapters:
-        a, b = (tensors[f"{layer}.lora_{which}.{adapter}.weight"] for which in "AB")
-        weight = weight + module.scaling[adapter] * (b @ a).to(weight.dtype)
+    while hasattr(module, "lora_A"):
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A and own == getattr(module, "parameter_name", "weight"):
+                a, b = (tensors[f"{layer}.lora_{which}.{adapter}.weight"] for which in "AB")
+                weight = weight + module.scaling[adapter] * _change(module, a, b).to(weight.dtype)
+        layer, module = f"{layer}.base_layer", module.base_layer
     return weight
 
 
-def _is_factor(name: str) -> bool:
-    return _ADAPTER.search(name) is not None and name.endswith(".weight")
+def _change(module: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Multiply the factors ``a[r, i]`` and ``b[o, r]``; of experts, ``a[e r, i]``, ``b[o, r e]``.
+
+    The change has the shape of the weight: ``[o, i]``, or ``[i, o]`` if the layer stores it so.
+    """
+    if not adapts_experts(module):
+        return (b @ a).T if module.fan_in_fan_out else b @ a
+    inputs = a.reshape(module.num_experts, -1, a.shape[1])
+    outputs = b.reshape(b.shape[0], -1, module.num_experts)
+    transposed = module.get_base_layer().is_transposed
+    return torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", outputs, inputs)
 
 
-def _adds_factors(module: Any) -> bool:
-    linear = isinstance(getattr(module, "base_layer", None), nn.Linear)
-    return linear and not getattr(module, "merged", False)
+def adapts_experts(module: nn.Module) -> bool:
+    """Check whether a module of ``peft`` adapts the stacked matrices of experts."""
+    found: Any = module
+    return type(module).__name__ == "ParamWrapper" and is_experts(found.get_base_layer())
 
 
 def left_out(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove the adapters' tensors, and rename the others to their names without adapters."""
-    return {
-        unadapted(name): tensor
-        for name, tensor in tensors.items()
-        if not _ADAPTER_PARAMETER.search(name)
-    }
+    return {unadapted(name): tensor for name, tensor in tensors.items() if not is_factor(name)}
 
 
 # ---- publishing an adapter alone ----
@@ -154,10 +144,16 @@ def adapter_config(model: nn.Module, adapter: str) -> Any:
 def adapter_tensors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of an adapter, gathered, under its name in a folder saved by ``peft``.
 
-    Gathering a sharded tensor is a collective: every rank iterates to the end.
+    Parameters that are trained beside the adapter, such as biases, are included: ``peft`` loads
+    them too. Gathering a sharded tensor is a collective: every rank iterates to the end.
     """
     own = re.compile(rf"(\.lora_[^.]+)\.{re.escape(adapter)}(?=\.)")
-    for name, tensor in whole_tensors(model, own.search):
+    wanted = {
+        name
+        for name, parameter in model.named_parameters()
+        if own.search(name) or (parameter.requires_grad and not is_factor(name))
+    }
+    for name, tensor in whole_tensors(model, wanted.__contains__):
         yield f"base_model.model.{own.sub(lambda found: found[1], name)}", tensor
 
 
@@ -174,27 +170,3 @@ def saved_part(name: str) -> tuple[str, str]:
     found = _SAVED.fullmatch(name)
     assert found is not None, name  # require_servable has been called
     return found[1], found[2]
-
-
-def require_servable(model: nn.Module, adapter: str) -> None:
-    """Check that an engine can load an adapter, and that nothing outside adapters is trained.
-
-    Raises:
-        ValueError: there is no such adapter; it is not a plain LoRA of linear layers; or parameters
-            that belong to no adapter are trained too.
-    """
-    adapter_config(model, adapter)
-    refuse_other_adapters(model)
-    trained = []
-    for name, parameter in model.named_parameters():
-        if not _ADAPTER_PARAMETER.search(name):
-            trained += [name] if parameter.requires_grad else []
-        elif f".{adapter}." in f"{name}.":
-            layer = name[: name.index(".lora_")]
-            if not _is_factor(name) or not _adds_factors(model.get_submodule(layer)):
-                raise ValueError(f"the adapter of {layer} is not {_PLAIN}")
-    if trained:
-        raise ValueError(
-            f"{trained[0]} is trained too ({len(trained)} parameters outside adapters are), but an "
-            "adapter alone would not update them: publish merged weights, or freeze the parameters"
-        )

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from primerl._common.adapters import (
+    adapted_layer,
     in_adapted_layer,
+    is_factor,
     left_out,
     merged,
-    refuse_other_adapters,
     unadapted,
 )
 from primerl._common.optional import require
+from primerl._common.owned_layers import OwnedLayers
 from primerl._common.ranks import saved_tensors, whole
+from primerl._common.supported_adapters import refuse_unsupported_adapters
 
 SCALES = "_scale_inv"
 """The suffix that, after a quantized tensor's name, makes the name of its scales."""
@@ -84,17 +87,78 @@ def checkpoint_tensors(
             ``fp8.CheckpointQuantizer``.
 
     Raises:
-        ValueError: an adapter is not low-rank, or can't be merged into its weight.
+        ValueError: the model has adapters other than plain LoRA.
     """
-    refuse_other_adapters(model)
+    refuse_unsupported_adapters(model)
     dtypes = wire_dtypes(model, dtype, quantize)
     tensors = distinct_tensors(model)  # references, no copies
     for names in layers_of(tensors):
         layer = {name: _whole(name, tensors[name], dtypes[name]) for name in names}
         layer = merged(model, layer) if merge_adapters else left_out(layer)
-        layer = {name: tensor.to(dtypes[name]) for name, tensor in layer.items()}
-        for name, tensor in converted(model, layer).items():
-            yield from ({name: tensor} if quantize is None else quantize(name, tensor)).items()
+        yield from _for_checkpoint(model, layer, dtypes, quantize)
+
+
+def owned_checkpoint_tensors(
+    model: nn.Module,
+    owned: OwnedLayers,
+    *,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = True,
+    quantize: Quantizer | None = None,
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the tensors of ``checkpoint_tensors`` whose layers this rank owns, layer by layer.
+
+    Each step is a collective: every rank iterates to the end. A rank that has no layer left yields
+    empty lists.
+    """
+    gathered = gathered_layers(model, owned, dtype=dtype, quantize=quantize)
+    for layer in gathered:
+        yield layer_for_checkpoint(
+            model, layer, dtype=dtype, merge_adapters=merge_adapters, quantize=quantize
+        )
+
+
+def gathered_layers(
+    model: nn.Module,
+    owned: OwnedLayers,
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: Quantizer | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the layers that this rank owns, as the model has them; each step is a collective."""
+    dtypes = wire_dtypes(model, dtype, quantize)
+    tensors = distinct_tensors(model)
+    # Adapted layers are merged in the trainer's precision.
+    sent = {n: t.dtype if in_adapted_layer(n) else dtypes[n] for n, t in tensors.items()}
+    return owned.gathered(tensors, sent)
+
+
+def layer_for_checkpoint(
+    model: nn.Module,
+    layer: dict[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = True,
+    quantize: Quantizer | None = None,
+) -> list[tuple[str, Tensor]]:
+    """Convert a layer of ``gathered_layers`` to the tensors of ``checkpoint_tensors``."""
+    dtypes = wire_dtypes(model, dtype, quantize)
+    layer = merged(model, layer) if merge_adapters else left_out(layer)
+    return list(_for_checkpoint(model, layer, dtypes, quantize))
+
+
+def _for_checkpoint(
+    model: nn.Module,
+    layer: dict[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+    quantize: Quantizer | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert a whole layer to the checkpoint's tensors."""
+    if not layer:
+        return
+    layer = {name: tensor.to(dtypes[name]) for name, tensor in layer.items()}
+    for name, tensor in converted(model, layer).items():
+        yield from ({name: tensor} if quantize is None else quantize(name, tensor)).items()
 
 
 def checkpoint_layout(
@@ -102,35 +166,79 @@ def checkpoint_layout(
     *,
     dtype: torch.dtype | None = None,
     quantize: Quantizer | None = None,
+    layers: Iterable[Sequence[str]] | None = None,
 ) -> dict[str, TensorLayout]:
     """Return the names, dtypes and shapes of ``checkpoint_tensors``, without gathering any.
 
-    They are in the same order.
+    They are in the same order. With ``layers``, the names of some layers' tensors, only those are
+    included.
 
     Raises:
         ValueError: the tensor names of a layer depend on other layers, so that the model cannot be
             streamed layer by layer, or ``checkpoint_tensors`` would refuse an adapter.
     """
-    refuse_other_adapters(model)
+    refuse_unsupported_adapters(model)
     dtypes = wire_dtypes(model, dtype, quantize)
-    empty = {
+    empty = _empty_tensors(model, dtypes)
+    by_layer: dict[str, Tensor] = {}
+    for names in layers_of(empty) if layers is None else layers:
+        by_layer |= _empty_layer(model, names, empty, dtypes)
+    if layers is None:
+        _require_separate_layers(model, by_layer, empty)
+    return _layout_of(by_layer, quantize)
+
+
+def layer_layouts(
+    model: nn.Module,
+    layers: Iterable[Sequence[str]],
+    *,
+    dtype: torch.dtype | None = None,
+    quantize: Quantizer | None = None,
+) -> Iterator[dict[str, TensorLayout]]:
+    """Yield the ``checkpoint_layout`` of each of the layers, given the names of their tensors."""
+    dtypes = wire_dtypes(model, dtype, quantize)
+    empty = _empty_tensors(model, dtypes)
+    for names in layers:
+        yield _layout_of(_empty_layer(model, names, empty, dtypes), quantize)
+
+
+def _empty_tensors(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    return {
         name: torch.empty(tensor.shape, dtype=dtypes[name], device="meta")
         for name, tensor in distinct_tensors(model).items()
     }
-    empty = {name: tensor.to(dtypes[name]) for name, tensor in merged(model, empty).items()}
-    by_layer: dict[str, Tensor] = {}
-    for names in layers_of(empty):
-        by_layer |= converted(model, {name: empty[name] for name in names})
-    together = converted(model, empty)
+
+
+def _empty_layer(
+    model: nn.Module,
+    names: Sequence[str],
+    empty: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, Tensor]:
+    """Convert a layer of empty tensors to the checkpoint's tensors before they are quantized."""
+    layer = merged(model, {name: empty[name] for name in names})
+    return converted(model, {name: tensor.to(dtypes[name]) for name, tensor in layer.items()})
+
+
+def _layout_of(
+    tensors: Mapping[str, Tensor], quantize: Quantizer | None
+) -> dict[str, TensorLayout]:
+    if quantize is not None:
+        tensors = {n: t for name, own in tensors.items() for n, t in quantize(name, own).items()}
+    return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+
+
+def _require_separate_layers(
+    model: nn.Module, by_layer: Mapping[str, Tensor], empty: dict[str, Tensor]
+) -> None:
+    """Check that layers that are converted one by one have the names of all together."""
+    together = converted(model, merged(model, empty))
     if by_layer.keys() != together.keys():
         odd = sorted(by_layer.keys() ^ together.keys())
         raise ValueError(
             f"{type(model).__name__} cannot be sent layer by layer, as these tensors depend on "
             f"other layers: {odd[:3]}"
         )
-    if quantize is not None:
-        by_layer = {n: t for name, own in by_layer.items() for n, t in quantize(name, own).items()}
-    return {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in by_layer.items()}
 
 
 def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -140,12 +248,27 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def layers_of(names: Iterable[str]) -> list[list[str]]:
-    """Group tensor names by layer, and names outside layers by module, to gather them together."""
+    """Group tensor names by layer, and names outside layers by module, to gather them together.
+
+    Adapters are in the group of the module that they adapt.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         layer = LAYER.match(name)
-        groups.setdefault(layer[0] if layer else name.rpartition(".")[0], []).append(name)
+        module = adapted_layer(name) if is_factor(name) else unadapted(name).rpartition(".")[0]
+        groups.setdefault(layer[0] if layer else module, []).append(name)
     return list(groups.values())
+
+
+def sized_layers(
+    model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None
+) -> tuple[list[list[str]], list[int]]:
+    """Return the names of each layer's tensors, and the bytes in which each layer is gathered."""
+    dtypes = wire_dtypes(model, dtype, quantize)
+    tensors = distinct_tensors(model)
+    layers = layers_of(tensors)
+    sizes = [sum(tensors[n].numel() * dtypes[n].itemsize for n in layer) for layer in layers]
+    return layers, sizes
 
 
 def wire_dtypes(

@@ -22,17 +22,26 @@ class TensorDigest:
     digest: str
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """Return all elements as a contiguous vector, without a copy where possible."""
+    elements = tensor.contiguous().reshape(-1)
+    # One element is contiguous whatever its stride, but a view as bytes requires a stride of 1.
+    return elements.as_strided((1,), (1,)) if elements.numel() == 1 else elements
+
+
 def raw_bytes(tensor: Tensor) -> np.ndarray:
     """Return a tensor's bytes in row-major order, ``uint8[n]``; on the CPU without a copy."""
-    return _flat(tensor.detach().cpu()).view(torch.uint8).numpy()
+    return flat(tensor.detach().cpu()).view(torch.uint8).numpy()
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:
     """Compute the digest of a tensor: dtype, shape and xxh3_128 of its bytes."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorDigest(
-        dtype, tuple(tensor.shape), xxhash.xxh3_128_hexdigest(raw_bytes(tensor).data)
-    )
+    return described(tensor, xxhash.xxh3_128_hexdigest(raw_bytes(tensor).data))
+
+
+def described(tensor: Tensor, digest: str) -> TensorDigest:
+    """Combine the dtype and the shape of a tensor with a digest of bytes; its own are not read."""
+    return TensorDigest(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
 
 
 def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:
@@ -57,7 +66,7 @@ def content_of(tensor: Tensor) -> tuple[int, int]:
     A word is the bit pattern of an element, read as a signed integer. Zeros, with which engines
     pad, do not change the sums.
     """
-    words = _flat(tensor.detach()).view(_WORDS[tensor.dtype.itemsize])
+    words = flat(tensor.detach()).view(_WORDS[tensor.dtype.itemsize])
     total = squares = 0
     for block in torch.split(words, _BLOCK):
         wide = block.to(torch.int64)
@@ -70,10 +79,3 @@ def digest_of_contents(contents: Iterable[tuple[int, int]]) -> str:
     """Combine several results of ``content_of`` into one digest of both sums modulo 2^64."""
     totals, squares = zip(*contents, strict=True)
     return f"{sum(totals) % 2**64:016x}{sum(squares) % 2**64:016x}"
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return all elements as a contiguous vector, without a copy where possible."""
-    flat = tensor.contiguous().reshape(-1)
-    # One element is contiguous whatever its stride, but a view as bytes requires a stride of 1.
-    return flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat

@@ -125,6 +125,29 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+_PLACING: ContextVar[Callable[[Tensor], None] | None] = ContextVar("_PLACING", default=None)
+
+
+@contextmanager
+def placing_on_host(observer: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``observer`` with each activation that the body places in host memory.
+
+    For the planner, whose tensors are all on the device "cpu".
+    """
+    before = _PLACING.set(observer)
+    try:
+        yield
+    finally:
+        _PLACING.reset(before)
+
+
+def place_on_host(tensor: Tensor) -> None:
+    """Tell an observer that a tensor is in host memory."""
+    observer = _PLACING.get()
+    if observer is not None:
+        observer(tensor)
+
+
 def group_ends(ends: Int[Tensor, " e"], rows: int) -> list[int]:
     """Return where groups of rows end.
 

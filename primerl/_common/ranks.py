@@ -1,13 +1,18 @@
 """Communication between the ranks of a sharded trainer: values, errors and gathered tensors."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from primerl._common.progress import last_report
+from primerl._common.waiting import wait_for_all, wait_for_first
 
 T = TypeVar("T")
 
@@ -17,19 +22,52 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def on_first_rank(work: Callable[[], Any]) -> Any:
+def require_group() -> None:
+    """Check that a process that torchrun started among others has joined them.
+
+    Raises:
+        RuntimeError: there are several ranks, but no process group.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdigit() and int(ranks) > 1 and not dist.is_initialized():
+        raise RuntimeError(
+            f"this is one of {ranks} ranks (WORLD_SIZE), but it has not joined the others: enter "
+            "`with parallel.process_group():` first"
+        )
+
+
+def gloo_group(*, timeout_s: float) -> dist.ProcessGroup | None:
+    """Make a gloo group of all ranks, which all must call; None if this is the only process.
+
+    ``timeout_s`` is how long the ranks wait for each other in one of its collectives.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    timeout = timedelta(seconds=timeout_s)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+def on_first_rank(
+    work: Callable[[], Any], group: dist.ProcessGroup | None = None, *, what: str | None = None
+) -> Any:
     """Call ``work`` on rank 0, and return its result, which must be JSON, on every rank.
+
+    The ranks communicate through ``group``, a gloo group, or through the default group. The other
+    ranks wait for rank 0 outside of collectives. ``what`` names what they wait for: by default, the
+    end of what they reported last.
 
     Raises:
         RuntimeError: on the other ranks, if ``work`` failed; rank 0 raises the original error.
     """
-    failure, message = None, {}
+    failure, message = None, "null"
     if is_first_rank():
         try:
-            message = {"value": work()}
+            message = json.dumps({"value": work()})
         except Exception as error:  # every kind: the other ranks wait for the broadcast
-            failure, message = error, {"error": f"{type(error).__name__}: {error}"}
-    told = _broadcast(message)
+            failure, message = error, json.dumps({"error": f"{type(error).__name__}: {error}"})
+    wait_for_first(what or f"the end of {last_report()!r} on rank 0", group)
+    told = json.loads(_broadcast(message, group))
     if failure is not None:
         raise failure
     if "error" in told:
@@ -65,10 +103,43 @@ def on_first_rank_gathering(work: Callable[[], T], gathered: Iterator[object]) -
     return results[0] if results else None
 
 
-def on_every_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:
+def on_every_rank_gathering(
+    work: Callable[[], Any], gathered: Iterator[object], group: dist.ProcessGroup | None
+) -> list[Any]:
+    """Call ``work`` on each rank, which consumes the collectives ``gathered``.
+
+    Every rank iterates to the end, also after a failure, so that no rank waits in a collective.
+    Returns the results of all ranks, JSON, in rank order; without a group, only this process's.
+
+    Raises:
+        RuntimeError: ``work`` failed on another rank; the failing rank raises the original error.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:  # every kind: the other ranks wait in the next collective
+        failure = error
+    for _ in gathered:
+        pass
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    if group is not None:
+        wait_for_all(f"the end of {last_report()!r} on all ranks", group)
+    told = exchange([result, reason], group)
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(told):
+        if why is not None:
+            raise RuntimeError(f"rank {rank} failed: {why}")
+    return [one for one, _ in told]
+
+
+def on_every_rank(
+    work: Callable[[], Any], group: dist.ProcessGroup | None, *, what: str | None = None
+) -> list[Any]:
     """Call ``work`` on each rank of a gloo group, and return all results, JSON, in rank order.
 
-    Without a group, only this process calls it.
+    Without a group, only this process calls it. Ranks wait for the slowest outside of collectives.
+    ``what`` names what they wait for: by default, the end of what they reported last.
 
     Raises:
         RuntimeError: ``work`` failed on a rank; all ranks raise, and the message names that rank.
@@ -81,6 +152,8 @@ def on_every_rank(work: Callable[[], Any], group: dist.ProcessGroup | None) -> l
         if group is None and isinstance(error, RuntimeError):
             raise
         cause, failure = error, [isinstance(error, ValueError), f"{error}"]
+    if group is not None:
+        wait_for_all(what or f"the end of {last_report()!r} on all ranks", group)
     told = exchange([result, failure], group)
     for rank, (_, why) in enumerate(told):
         if why is not None:
@@ -107,19 +180,18 @@ def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     ]
 
 
-def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
+def _broadcast(message: str, group: dist.ProcessGroup | None) -> str:
     """Broadcast rank 0's message to all ranks, with any backend."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return message
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(device)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    data = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=0, group=group)
     if not is_first_rank():
         data = torch.zeros(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, src=0)
-    told: dict[str, Any] = json.loads(bytes(data.cpu().numpy()))
-    return told
+    dist.broadcast(data, src=0, group=group)
+    return bytes(data.cpu().numpy()).decode()
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Safetensors files that are written from a stream of tensors and read by memory mapping."""
 
 import json
+import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -145,6 +146,38 @@ def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tenso
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
     """Return the memory-mapped tensors of a file by name, without its metadata."""
     return read_tensors(path, writable=writable)[0]
+
+
+class MappedFiles:
+    """Tensor files that are mapped before they are needed, and kept mapped until ``forget``.
+
+    Mapping a file of 60,000 tensors takes seconds, and the first access to all pages of a large
+    file takes seconds, too.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int, int], dict[str, Tensor]]] = {}
+
+    def tensors(self, path: Path) -> dict[str, Tensor]:
+        """Return the tensors of a file by name; map it if it is new, was replaced or resized.
+
+        Raises:
+            ValueError: the file is not a safetensors file, or is truncated; the message names it.
+        """
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino, status.st_size)
+        if path not in self._known or self._known[path][0] != identity:
+            self._known[path] = identity, map_tensors(path)
+        return self._known[path][1]
+
+    def forget(self) -> None:
+        """Drop all files."""
+        self._known.clear()
+
+
+def touch(tensor: Tensor) -> None:
+    """Read a byte of each page of a mapped tensor, so that the whole tensor is in memory."""
+    raw_bytes(tensor)[:: mmap.PAGESIZE].max(initial=0)
 
 
 def _span(entry: Mapping[str, object]) -> ByteSpan:

@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from primerl._common.adapters import adapter_scales
+from primerl._common.host_memory import HostMemory
 from primerl._common.progress import report
 from primerl._common.ranks import exchange, on_every_rank
+from primerl._common.supported_adapters import refuse_unsupported_adapters
+from primerl._common.tensor_pieces import TensorPiece, my_pieces
 from primerl.checkpoint import folders
 from primerl.checkpoint.generators import generator_states
 from primerl.checkpoint.loading import load
-from primerl.checkpoint.rank_files import TensorPiece
-from primerl.checkpoint.reading import Saved
-from primerl.checkpoint.resharding import my_pieces
+from primerl.checkpoint.reading import Saved, verify_share
 from primerl.checkpoint.training_state import model_tensors, optimizer_state
-from primerl.checkpoint.writing import RankCheckpoint, Staging, Writer
+from primerl.checkpoint.writing import RankCheckpoint, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,8 @@ class Checkpoints:
         timeout_s: how long ranks wait for each other, and ``close`` for a running save.
 
     Raises:
-        ValueError: a number is out of range, or rank 0 has no folder.
+        ValueError: a number is out of range, rank 0 has no folder, or the model has adapters other
+            than plain LoRA.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Checkpoints:
                 f"every={every}, keep={keep}, timeout_s={timeout_s}: expected every of at least "
                 "0, keep of at least 1, and timeout_s above 0"
             )
+        refuse_unsupported_adapters(model)
         self._group: dist.ProcessGroup | None = None
         self._rank, self._world_size = 0, 1
         if dist.is_initialized():
@@ -113,7 +117,7 @@ class Checkpoints:
         self._every = every
         self._last = last
         self._asynchronous = asynchronous
-        self._staging = Staging()
+        self._host_memory = HostMemory()
         self._writer = Writer(
             self._folder, keep=keep, rank=self._rank, group=self._group, timeout_s=timeout_s
         )
@@ -144,23 +148,28 @@ class Checkpoints:
         otherwise generators are seeded from the state of rank 0.
 
         Nothing in the folder changes before all ranks have loaded. Then checkpoints of later steps,
-        which ``last_good`` found damaged, are renamed to ``.skipped``.
+        which ``last_good`` found damaged, are renamed to ``.skipped``. If ``last_good`` compared
+        only sizes, the ranks first verify the digests together. A damaged checkpoint is renamed to
+        ``.skipped``, so that the run, started again, resumes from the one before.
 
         Args:
             saved: the checkpoint that ``last_good`` returned on rank 0; ignored on other ranks.
 
         Raises:
             ValueError: the checkpoint is of another model or optimizer (the message names a
-                tensor), or this is a new run but the folder holds checkpoints.
+                tensor), or is damaged; or this is a new run but the folder holds checkpoints.
         """
         self._writer.finish()
         mine = str(saved.folder) if self._rank == 0 and saved and saved.folder else None
-        source = exchange(mine, self._group)[0]
+        source, verified = exchange([mine, saved is None or saved.verified], self._group)[0]
         if source is None:
             self._claim(resumed=None)
             return 0
+        if not verified:
+            self._verify(Path(source))
 
         def load_here() -> int:
+            report("loading", Path(source).name)
             into = self._model, self._optimizers, self._schedule
             return load(Path(source), *into, rank=self._rank, world_size=self._world_size)
 
@@ -168,6 +177,26 @@ class Checkpoints:
         here = Path(source).parent.resolve() == self._folder.resolve()
         self._claim(resumed=step if here else None)
         return step
+
+    def _verify(self, source: Path) -> None:
+        """Verify a checkpoint's digests, each rank a share of the files."""
+        report("verifying", source.name)
+        try:
+            on_every_rank(
+                lambda: verify_share(source, rank=self._rank, world_size=self._world_size),
+                self._group,
+            )
+        except ValueError as error:
+            aside = on_every_rank(lambda: self._skip(source), self._group)[0]
+            raise ValueError(
+                f"{source} is damaged ({error}), and was renamed to {aside}; resume again, which "
+                "begins from the checkpoint before it"
+            ) from None
+
+    def _skip(self, source: Path) -> str:
+        if self._rank:
+            return ""
+        return folders.skip(source).name
 
     def _claim(self, *, resumed: int | None) -> None:
         def claim() -> None:
@@ -203,7 +232,12 @@ class Checkpoints:
         if wait or not self._asynchronous:
             self._writer.write(snapshot)
             return
-        staged = self._staging.copied(snapshot.pieces)
+        pieces = snapshot.pieces
+        copies = self._host_memory.copied(((one.name, one.offsets), one.values) for one in pieces)
+        staged = [
+            attrs.evolve(piece, values=copy)
+            for piece, (_, copy) in zip(pieces, copies, strict=True)
+        ]
         self._writer.start(attrs.evolve(snapshot, pieces=staged))
 
     def close(self) -> None:
@@ -226,6 +260,7 @@ class Checkpoints:
                 notes[key] = value
         schedule = None if self._schedule is None else self._schedule.state_dict()
         state = {"step": step, "optimizer": numbers, "schedule": schedule}
+        state["adapter_scales"] = adapter_scales(self._model)
         kept = {name: _state(value) for name, value in values.items() if value is not None}
         return RankCheckpoint(
             step=step,

@@ -110,7 +110,12 @@ def claim(folder: Path, *, resumed: int | None) -> None:
             shutil.rmtree(path)
     for path in found:
         if resumed is not None and step_of(path) > resumed:
-            path.rename(unused_name(path.with_name(f"{path.name}.skipped")))
+            skip(path)
+
+
+def skip(path: Path) -> Path:
+    """Rename a damaged checkpoint, and return its new path."""
+    return path.rename(unused_name(path.with_name(f"{path.name}.skipped")))
 
 
 def _own(paths: Iterable[Path]) -> list[Path]:

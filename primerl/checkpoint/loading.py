@@ -7,10 +7,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from primerl._common.adapters import adapter_scales
 from primerl._common.files import member
+from primerl._common.tensor_pieces import TensorPiece
 from primerl.checkpoint.folders import rank_file
 from primerl.checkpoint.generators import reseed_generators, set_generators
-from primerl.checkpoint.rank_files import TensorPiece, read_pieces
+from primerl.checkpoint.rank_files import read_pieces
 from primerl.checkpoint.reading import read_manifest, read_state
 from primerl.checkpoint.resharding import fill, whole_shapes
 from primerl.checkpoint.training_state import model_tensors, prepare_optimizers
@@ -45,6 +47,13 @@ def load(
         raise ValueError(
             f"the checkpoint does not fit: the model has no {unknown[0].removeprefix('model/')}, "
             f"which was saved ({len(unknown) - 1} more saved tensors are missing too)"
+        )
+    scales = adapter_scales(model)
+    if state.adapter_scales not in (None, scales):
+        raise ValueError(
+            "the checkpoint does not fit: its adapters multiply with other scales (number of "
+            f"layers by scale: {state.adapter_scales} saved, {scales} here); use the lora_alpha "
+            "and use_rslora that the run began with"
         )
     optimizer_names = [name for name in names if name.startswith("optimizer/")]
     tensors |= prepare_optimizers(model, optimizers, state.optimizer, optimizer_names)

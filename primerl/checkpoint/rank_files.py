@@ -14,20 +14,9 @@ from torch import Tensor
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl._common.digests import raw_bytes
 from primerl._common.tensor_files import encode_header, read_tensors
+from primerl._common.tensor_pieces import TensorPiece
 
 _BLOCK = 1 << 24
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class TensorPiece:
-    """A rectangular block of a tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    offsets: tuple[int, ...]
-    """Indices at which the block begins in the whole tensor."""
-    values: Tensor
 
 
 @attrs.frozen

@@ -37,6 +37,8 @@ class State(msgspec.Struct, frozen=True):
     values: dict[str, Any]
     bytes: dict[str, str]
     """Names of the files of values that are bytes, by the values' names."""
+    adapter_scales: dict[str, dict[str, int]] | None = None
+    """How many layers of each adapter have each scale, which is not among the tensors."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -51,6 +53,8 @@ class Saved:
     """Number of ranks that saved it."""
     values: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
     """Values that rank 0 gave ``Checkpoints.save``, as bytes or JSON's types."""
+    verified: bool = True
+    """Whether the digests of the ranks' files were compared; if not, ``Checkpoints.load`` does."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value that was saved under this name, or ``default``."""
@@ -70,7 +74,8 @@ def last_good(folder: str | os.PathLike[str] | None, *, verify: bool = True) -> 
         folder: the folder of the run, which holds ``checkpoints``. None for a new run: the result
             has no folder, and step 0.
         verify: read every file and compare its digest, which takes a few seconds per 10 GB, in one
-            process. False compares only sizes.
+            process. False compares only the sizes of the ranks' files, and ``Checkpoints.load``
+            then verifies them on all ranks. Use it for checkpoints of hundreds of GB.
 
     Raises:
         ValueError: there is no such folder, it has no checkpoint, or all are damaged; the message
@@ -113,18 +118,42 @@ def _why_none(run: Path, inside: Path) -> str:
 
 def _read(path: Path, *, verify: bool) -> Saved:
     manifest = read_manifest(path)
+    ranks = {folders.rank_file(rank) for rank in range(manifest.world_size)}
     for name, record in manifest.files.items():
         file = member(path, name)
         if not file.is_file():
             raise ValueError(f"{name} is missing")
         if file.stat().st_size != record.size:
             raise ValueError(f"{name} has {file.stat().st_size} bytes, expected {record.size}")
-        if verify and digest_of_file(file) != record.digest:
-            raise ValueError(f"{name} is damaged: its digest is not the one in the manifest")
+        if verify or name not in ranks:
+            _require_digest(file, record)
     state = read_state(path, manifest)
     values = dict(state.values)
     values |= {name: member(path, file).read_bytes() for name, file in state.bytes.items()}
-    return Saved(folder=path, step=manifest.step, world_size=manifest.world_size, values=values)
+    return Saved(
+        folder=path,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        values=values,
+        verified=verify,
+    )
+
+
+def verify_share(path: Path, *, rank: int, world_size: int) -> None:
+    """Compare the digests of every ``world_size``-th rank's file, from ``rank`` on.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    manifest = read_manifest(path)
+    for number in range(rank, manifest.world_size, world_size):
+        name = folders.rank_file(number)
+        _require_digest(member(path, name), manifest.files[name])
+
+
+def _require_digest(file: Path, record: FileRecord) -> None:
+    if digest_of_file(file) != record.digest:
+        raise ValueError(f"{file.name} is damaged: its digest is not the one in the manifest")
 
 
 def read_manifest(path: Path) -> CheckpointManifest:

@@ -1,4 +1,4 @@
-"""The blocks of tensors that each rank writes and reads, found by PyTorch DCP's planners.
+"""The blocks of tensors that each rank reads, found by PyTorch DCP's planner.
 
 ``torch.distributed.checkpoint`` (DCP) supports all layouts of DTensors: FSDP2, sharded experts, and
 both at once. Its storage is not used, because it pickles metadata and plain values.
@@ -7,9 +7,8 @@ both at once. Its storage is not used, because it pickles metadata and plain val
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,45 +16,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.tensor import DTensor
 
-from primerl.checkpoint.rank_files import TensorPiece
-
-
-def my_pieces(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
-    """Return the blocks that this rank writes, as views.
-
-    These are its shards, without copies that another rank writes. Rank 0 also writes plain tensors.
-    """
-    mine = {name: tensor.detach() for name, tensor in tensors.items() if _writes(name, tensor)}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(mine)
-    pieces = []
-    for item in planner.create_local_plan().items:
-        described, values = item.tensor_data, planner.resolve_data(item)
-        assert described is not None
-        assert isinstance(values, Tensor)
-        if values.numel() or not mine[item.index.fqn].numel():
-            piece = TensorPiece(
-                name=item.index.fqn,
-                shape=tuple(described.size),
-                offsets=tuple(described.chunk.offsets),
-                values=values,
-            )
-            pieces.append(piece)
-    return pieces
-
-
-def _writes(name: str, tensor: Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return not dist.is_initialized() or dist.get_rank() == 0
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"{name} is a partial sum over ranks; reduce it before it is saved")
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return False
-    copies = zip(coordinate, tensor.placements, strict=True)
-    return not any(index for index, placement in copies if placement.is_replicate())
+from primerl._common.tensor_pieces import TensorPiece
 
 
 def whole_shapes(pieces: Iterable[TensorPiece]) -> dict[str, tuple[int, ...]]:

@@ -4,18 +4,18 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from primerl._common.ranks import on_every_rank
+from primerl._common.tensor_pieces import TensorPiece
+from primerl._common.waiting import describe_late
 from primerl.checkpoint import folders
-from primerl.checkpoint.rank_files import TensorPiece, write_file, write_pieces
+from primerl.checkpoint.rank_files import write_file, write_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -30,28 +30,6 @@ class RankCheckpoint:
     """Text for the header of the rank's file."""
     files: Mapping[str, bytes]
     """Contents of further files that rank 0 writes, by name."""
-
-
-class Staging:
-    """Host memory for copies of tensors, reused from one save to the next."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-
-    def copied(self, pieces: list[TensorPiece]) -> list[TensorPiece]:
-        """Copy the pieces to host memory; the copies are overwritten by the next call."""
-        memory = {}
-        for piece in pieces:
-            key, values = (piece.name, piece.offsets), piece.values
-            host = self._memory.get(key)
-            if host is None or (host.shape, host.dtype) != (values.shape, values.dtype):
-                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-            memory[key] = host.copy_(values, non_blocking=True)
-        if any(piece.values.is_cuda for piece in pieces):
-            torch.cuda.synchronize()
-        self._memory = memory
-        copies = memory.values()
-        return [attrs.evolve(p, values=host) for p, host in zip(pieces, copies, strict=True)]
 
 
 class Writer:
@@ -90,7 +68,11 @@ class Writer:
         if self._thread is not None:
             self._thread.join(self._timeout_s)
             if self._thread.is_alive():
-                raise RuntimeError(f"saving a checkpoint took longer than {self._timeout_s:.0f} s")
+                late = describe_late(self._group)
+                raise RuntimeError(
+                    f"saving a checkpoint took longer than {self._timeout_s:.0f} s"
+                    + (f": {late}" if late else "")
+                )
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -106,9 +88,14 @@ class Writer:
         began = time.perf_counter()
         target = self._folder / folders.folder_name(snapshot.step)
         partial = target.with_name(f"{target.name}.partial")
-        on_every_rank(lambda: self._clear(partial), self._group)
-        written = on_every_rank(lambda: self._write_files(partial, snapshot), self._group)
-        on_every_rank(lambda: self._publish(partial, target, snapshot.step, written), self._group)
+        what = f"the end of saving step {snapshot.step} on all ranks"
+
+        def together(work: Callable[[], Any]) -> list[Any]:
+            return on_every_rank(work, self._group, what=what)
+
+        together(lambda: self._clear(partial))
+        written = together(lambda: self._write_files(partial, snapshot))
+        together(lambda: self._publish(partial, target, snapshot.step, written))
         logger.info("saved %s in %.1f s", target, time.perf_counter() - began)
 
     def _write_noting(self, snapshot: RankCheckpoint) -> None:

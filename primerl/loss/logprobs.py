@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl._common.adapters import refuse_virtual_tokens
 from primerl._common.forward_passes import attempt
+from primerl._common.supported_adapters import refuse_virtual_tokens
 from primerl.attention import attend_by_document, require_documents
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head import (

@@ -228,15 +228,20 @@ def unpack(
             )
         trained = batch.loss_mask.numpy(force=True)
         tokens = batch.position_ids.numpy(force=True) + 1
+        bounds = np.flatnonzero(np.diff(sample_ids)) + 1  # the rows of a sample are adjacent
+        rows_of = [
+            (int(sample_ids[start]), slice(start, end))
+            for start, end in pairwise([0, *bounds.tolist(), len(sample_ids)])
+            if sample_ids[start] != FILLING
+        ]
         for name, value in values.items():
             if len(value) < len(trained):
                 raise ValueError(f"{name} has {len(value)} rows; expected {len(trained)}")
-            of_rows = value.float().numpy(force=True)[: len(trained)]
-            for index in np.unique(sample_ids[sample_ids != FILLING]):
-                own = trained & (sample_ids == index)
+            of_rows = value.float().numpy(force=True)
+            for index, own in rows_of:
                 shape = len(samples[index].token_ids), *of_rows.shape[1:]
                 array = np.zeros(shape, np.float32)
-                array[tokens[own]] = of_rows[own]
+                array[tokens[own][trained[own]]] = of_rows[own][trained[own]]
                 result[index][name] = array
     return result
 

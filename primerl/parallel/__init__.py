@@ -4,6 +4,7 @@ The same script runs as ``python recipe.py`` and as ``torchrun --nproc-per-node 
 one rank, no process group is created and models are not sharded.
 """
 
+from primerl._common.waiting import wait_for_all, wait_for_first
 from primerl.parallel.activation import recompute
 from primerl.parallel.device_mesh import Mesh, mesh
 from primerl.parallel.expert_parallel.deep_ep import DeepEP
@@ -11,7 +12,7 @@ from primerl.parallel.expert_parallel.dispatch import AllToAll
 from primerl.parallel.expert_parallel.experts import divide_experts, take_expert_counts
 from primerl.parallel.expert_parallel.load import balance_experts, load_statistics
 from primerl.parallel.gradients import clip_gradients, freeze_indexer
-from primerl.parallel.host_values import all_sum, gather, scatter
+from primerl.parallel.host_values import all_sum, from_first_rank, gather, scatter
 from primerl.parallel.launch.cpu import configure_cpu, freeze_gc, native_dtype
 from primerl.parallel.launch.world import World, process_group
 from primerl.parallel.sharding import shard
@@ -29,6 +30,7 @@ __all__ = [
     "divide_experts",
     "freeze_gc",
     "freeze_indexer",
+    "from_first_rank",
     "gather",
     "load_statistics",
     "mesh",
@@ -39,4 +41,6 @@ __all__ = [
     "configure_cpu",
     "shard",
     "take_expert_counts",
+    "wait_for_all",
+    "wait_for_first",
 ]

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from primerl._common.adapters import refuse_virtual_tokens
-from primerl._common.forward_passes import recomputation_method
+from primerl._common.forward_passes import place_on_host, recomputation_method
+from primerl._common.supported_adapters import refuse_virtual_tokens
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -143,6 +143,7 @@ class _Offloading:
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        place_on_host(on_host)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
@@ -170,9 +171,7 @@ class _Offloading:
         like = kept.on_host
         with torch.cuda.stream(self._stream):
             # Keep the original strides: rounding in matrix products may depend on them.
-            fetched = torch.empty_strided(
-                like.shape, kept.strides, dtype=like.dtype, device=kept.device
-            )
+            fetched = like.new_empty_strided(like.shape, kept.strides, device=kept.device)
             return fetched.copy_(like, non_blocking=True)
 
 

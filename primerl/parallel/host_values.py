@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primerl._common.progress import report
+from primerl._common.ranks import on_first_rank
+from primerl._common.waiting import wait_for_first
 from primerl.parallel.device_mesh import Mesh
 
 T = TypeVar("T")
@@ -61,13 +63,17 @@ def scatter(
     if rank > 0:
         if any(batches or ()):
             raise ValueError(f"rank {rank} passes batches; only rank 0 may pass any")
-        return _moved(_receive(kind), device)
+        wait_for_first("a batch")
+        received = _receive(kind)
+        report("training", f"micro-batches: {len(received)}")
+        return _moved(received, device)
     checked = _checked(batches, world_size // cp)
     report("training", f"micro-batches: {len(checked[0])}")
     if cp > 1:
         divided = [[one.split(cp) for one in mine] for mine in checked]  # type: ignore[attr-defined]
         checked = [[parts[part] for parts in of_list] for of_list in divided for part in range(cp)]
     if world_size > 1:
+        wait_for_first("a batch")
         # Encode every batch before sending any, so that a field that cannot be sent stops all
         # ranks.
         _send([_encode([_fields(batch) for batch in mine]) for mine in checked[1:]])
@@ -128,6 +134,19 @@ def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _moved(batches: Sequence[Any], device: torch.device | None) -> list[Any]:
     return list(batches) if device is None else [batch.to(device) for batch in batches]
+
+
+def from_first_rank(value: T) -> T:
+    """Return rank 0's ``value`` on every rank; it must be JSON, such as a number, bool or text.
+
+    The other ranks wait for rank 0 outside of collectives (``wait_for_first``).
+
+    Raises:
+        RuntimeError: rank 0 did not call it in time.
+        TypeError: the value is not JSON; other ranks then raise RuntimeError.
+    """
+    received: T = on_first_rank(lambda: value, what="a value of rank 0")
+    return received
 
 
 @overload

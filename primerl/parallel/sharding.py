@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from primerl._common.adapters import refuse_virtual_tokens
 from primerl._common.expert_modules import expert_modules
-from primerl._common.ranks import local_part
+from primerl._common.ranks import local_part, require_group
+from primerl._common.supported_adapters import refuse_unsupported_adapters
+from primerl._common.waiting import wait_for_all
 from primerl.attention.admission import refuse_unpackable
 from primerl.parallel.context_parallel.sharing import share_context
 from primerl.parallel.device_mesh import Mesh
@@ -58,12 +59,14 @@ def shard(
             values). None uses ``"ulysses"`` if ``cp`` divides the number of query heads.
 
     Raises:
+        RuntimeError: torchrun started several ranks, but there is no process group.
         ValueError: the model is already sharded, a layer shares a weight with a module outside it,
             parameters have different dtypes, the model family does not support this division, or
-            the model has an adapter of prompt or prefix tuning.
+            the model has adapters that could not be saved or published: anything but plain LoRA.
     """
+    require_group()
     mesh = mesh or make_mesh()
-    refuse_virtual_tokens(model)
+    refuse_unsupported_adapters(model)
     refuse_unpackable(model)
     if dtype == next(model.parameters()).dtype:
         dtype = None
@@ -72,6 +75,7 @@ def shard(
     if mesh.parameters is not None:
         _require_one_dtype(model)
         _require_own_weights(model, list(_layers(model)))
+        wait_for_all("the model of all ranks")
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 dist.broadcast(tensor.detach(), src=0)

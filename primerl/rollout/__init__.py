@@ -24,12 +24,13 @@ from primerl.rollout.engines.protocol import Engine, RouteStore
 from primerl.rollout.environments.environment import Environment, RewardError, combine_environments
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
+from primerl.rollout.evaluations import Evaluation
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.rollout.scoring import NoScores, score_samples, with_scores
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
 from primerl.rollout.tasks.mixtures import Mixture
 from primerl.rollout.tasks.streams import InOrder, Shuffled, TaskStream
-from primerl.rollout.workers import Evaluation, Worker, worker
+from primerl.rollout.workers import Worker, worker
 
 if TYPE_CHECKING:
     from primerl.rollout.engines.chat_endpoint import ChatEndpoint

@@ -5,7 +5,6 @@ import logging
 import math
 import operator
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Literal
@@ -15,17 +14,20 @@ from primerl._common.progress import report
 from primerl.rollout.collection.buffer import ON_STALE
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
 from primerl.rollout.collection.counters import default_limit
-from primerl.rollout.collection.settings import CollectionSettings
+from primerl.rollout.collection.settings import CollectionSettings, EvaluationOptions
 from primerl.rollout.collection.staleness import check_schedule
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.evaluations import Evaluation, TookTooLong, UncollectedEvaluations
 from primerl.rollout.processes.background_loop import BackgroundLoop
 from primerl.rollout.processes.hosts import BLOCKED_S, InProcess, InThread
 from primerl.rollout.processes.pickling import pickle_arguments
+from primerl.rollout.processes.running_clock import running_time
 from primerl.rollout.tasks.streams import TaskStream, as_task_stream
-from primerl.types import Group, Outcome, PolicyVersion, Rollout, SamplingParams
+from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 JOIN_S = 45.0
+STOPPED_S = 600.0  # how long to wait for a stopped process to be continued
 log = logging.getLogger(__name__)
 
 
@@ -242,6 +244,7 @@ class Worker:
         self._last_stats: dict[str, Any] | None = None
         self._taking = threading.Lock()
         self._deliveries = itertools.count(1)
+        self._known_evaluations: UncollectedEvaluations | None = None
 
     def __enter__(self) -> "Worker":
         if self._loop is not None:
@@ -259,6 +262,8 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._loop is not None:
+            if self._known_evaluations is not None:
+                self._known_evaluations.log_cancelled()
             self._last_stats = self._stop()
         if kind is KeyboardInterrupt and self._host.interrupted:
             raise RuntimeError(self._host.cause_of_death) from None  # nobody pressed Ctrl-C
@@ -292,6 +297,11 @@ class Worker:
             self._notify("deliver", delivery)
             return groups
 
+    def ready(self, version: PolicyVersion) -> bool:
+        """Return whether ``take(version)`` would return groups without waiting for rollouts."""
+        found: bool = self._wait("ready", operator.index(version))
+        return found
+
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
         """Report whether the engines were verified to serve the weights of ``version``.
 
@@ -323,33 +333,68 @@ class Worker:
             RuntimeError: it took longer than ``timeout_s``, or weights were published meanwhile.
             Exception: the error of an environment whose retries are used up.
         """
-        return self.start_evaluation(tasks, params, engine=engine).result(timeout_s)
+        started = self.start_evaluation(tasks, params, engine=engine, one_version=True)
+        return started.result(timeout_s)
 
     def start_evaluation(
         self,
         tasks: Iterable[Task],
         params: SamplingParams,
         *,
+        version: PolicyVersion | None = None,
         samples: int = 1,
         keep_errors: bool = False,
+        one_version: bool = False,
         engine: Engine | None = None,
     ) -> "Evaluation":
         """Begin an evaluation in the background; ``result`` or ``outcomes`` waits for it.
 
+        Weights may be published meanwhile. A rollout then continues with the new ones, so later
+        tokens may have later versions than the first ones. A rollout may take ``group_timeout_s``.
+
         Args:
             tasks: the tasks to play.
             params: sampling parameters, for example greedy.
+            version: begin when the engine serves this version or a later one; by default, at once.
             samples: rollouts per task.
             keep_errors: an environment's error ends only its own rollout, not the evaluation.
-            engine: an engine whose weights do not change during the evaluation: a second engine
-                that the recipe publishes to only before an evaluation. The engine of training
-                would load new versions during the evaluation, which is an error.
+            one_version: it is an error if weights are published meanwhile.
+            engine: a second engine. If the recipe publishes to it only before evaluations, one
+                version samples all rollouts.
         """
         other = None if engine is self._engine else engine
         played = [dict(task) for task in tasks]
         if samples < 1:
             raise ValueError(f"samples is {samples}, expected at least 1 rollout per task")
-        return Evaluation(self, self._call("evaluate", played, params, other, samples, keep_errors))
+        options = EvaluationOptions(
+            samples=samples,
+            keep_errors=keep_errors,
+            one_version=one_version,
+            version=None if version is None else operator.index(version),
+        )
+        future = self._call("evaluate", played, params, other, options)
+        return self._evaluations.add(Evaluation(self, future, version=options.version))
+
+    def evaluation_due(self, step: int, *, every: int) -> bool:
+        """Return whether the recipe should start an evaluation before ``step``.
+
+        It should before every ``every``-th step; if ``every`` is 0, never. While two evaluations
+        run, another one waits until one of them has ended, and then evaluates the version of that
+        time, which a warning says. If the worker was resumed from a state in whose run an
+        evaluation had not ended, one is due before the first step.
+        """
+        return self._evaluations.due(step, every)
+
+    def ended_evaluations(self, timeout_s: float = 0.0) -> list["Evaluation"]:
+        """Return the evaluations that have ended, in the order of their start, each of them once.
+
+        Evaluations are left out if their ``result`` or ``outcomes`` was called before.
+
+        Args:
+            timeout_s: how long to wait for all evaluations. One that has not ended by then is
+                cancelled and dropped, which a warning says.
+        """
+        return self._evaluations.take_ended(timeout_s)
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the start of the run, including earlier parts of a resumed run.
@@ -366,7 +411,8 @@ class Worker:
         Times in seconds: ``trainer_wait_s`` in ``take``; ``evaluation_wait_s`` waiting for
         evaluations; ``rollout_wait_s`` while the staleness bound let no group run;
         ``loop_lag_p99_s`` and ``loop_lag_max_s``, the lag of the worker's event loop: its 99th
-        percentile over the last two minutes, and its maximum since the worker was started.
+        percentile over the last two minutes, and its maximum since the worker was started;
+        ``suspended_s``, how long the worker's process could not run at all (SIGSTOP).
         """
         if self._last_stats is not None:
             return self._last_stats
@@ -378,16 +424,24 @@ class Worker:
 
         It holds the position in the tasks, the finished groups, the counts, the curriculum's
         estimates and the tasks in quarantine. Tasks in flight are played again, so none is skipped.
+        If the results of an evaluation were not collected, the other worker will make one due
+        (``evaluation_due``).
 
         Raises:
             ValueError: a task holds a value that can't be stored.
         """
-        state: bytes = self._wait("state")
+        state: bytes = self._wait("state", bool(self._evaluations))
         return state
 
     def members(self) -> list[dict[str, Any]]:
         """Return the running processes: ``name``, ``pid`` and whether each is ``alive``."""
         return [*self._host.members(), *self._wait("members")]
+
+    @property
+    def _evaluations(self) -> UncollectedEvaluations:
+        if self._known_evaluations is None:
+            self._known_evaluations = UncollectedEvaluations(owed=self._wait("was_evaluating"))
+        return self._known_evaluations
 
     def _call(self, name: str, *args: Any) -> "Future[Any]":
         if self._loop is None or not self._loop.alive:
@@ -404,22 +458,17 @@ class Worker:
 
     def _finish(self, future: "Future[Any]", what: str, timeout_s: float | None) -> Any:
         """Return the future's result; raise if the event loop that should set it is blocked."""
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else running_time() + timeout_s
         progress: Future[Any] | None = None
         release_threads()  # an engine in this process computes meanwhile
         try:
-            while not wait([future], max(0.0, min(1.0, deadline - time.monotonic()))).done:
-                silent = time.monotonic() - self._host.last_heartbeat
-                if silent > max(self._plan.timeout_s, BLOCKED_S):
-                    raise RuntimeError(
-                        f"{what}: the worker's event loop has been blocked for {silent:.0f} s; "
-                        "an environment, a reward or a filter does blocking work; run the "
-                        "environment with rollout.isolated, or use await instead of blocking"
-                    )
+            while not wait([future], max(0.0, min(1.0, deadline - running_time()))).done:
+                if reason := self._silence():
+                    raise RuntimeError(f"{what}: {reason}")
                 if self._loop is None or not self._loop.alive:
                     raise RuntimeError(f"{what}: the worker's event loop has ended")
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"{what} than {timeout_s:.0f} s")
+                if running_time() > deadline:
+                    raise TookTooLong(f"{what} than {timeout_s:.0f} s")
                 if progress is None:
                     progress = self._call("progress")
                 elif progress.done() and progress.exception() is None:
@@ -433,10 +482,26 @@ class Worker:
             self._host.failure_seen()
             raise
 
+    def _silence(self) -> str:
+        """Return why the worker's event loop has been silent for too long; empty if it has not."""
+        silent_s, stopped_s = self._host.silence()
+        if stopped_s > max(self._plan.timeout_s, STOPPED_S):
+            return (
+                f"the worker's process has been stopped for {stopped_s:.0f} s, by SIGSTOP or a "
+                "debugger; continue it with kill -CONT"
+            )
+        if silent_s > max(self._plan.timeout_s, BLOCKED_S):
+            culprit = self._host.held_by or "an environment, a reward or a filter"
+            return (
+                f"the worker's event loop has been blocked for {silent_s:.0f} s; {culprit} does "
+                "blocking work; run the environment with rollout.isolated, or use await instead of "
+                "blocking"
+            )
+        return ""
+
     def _stop(self) -> dict[str, Any] | None:
         assert self._loop is not None
-        blocked = time.monotonic() - self._host.last_heartbeat > BLOCKED_S
-        patience_s = 1.0 if blocked else JOIN_S
+        patience_s = 1.0 if self._host.silence()[0] > BLOCKED_S else JOIN_S
         stopping = self._loop.submit(self._host.stop())
         try:
             if not wait([stopping], timeout=patience_s).done:
@@ -464,6 +529,10 @@ class IdleWorker(Worker):
         """Return no groups; only rank 0 receives them."""
         return []
 
+    def ready(self, version: PolicyVersion) -> bool:  # noqa: ARG002
+        """Return False; only rank 0 has groups."""
+        return False
+
     def mark_version(self, version: PolicyVersion, *, verified: bool) -> None:
         """Do nothing."""
 
@@ -471,15 +540,20 @@ class IdleWorker(Worker):
         self,
         tasks: Iterable[Task],  # noqa: ARG002
         params: SamplingParams,  # noqa: ARG002
-        *,
-        samples: int = 1,  # noqa: ARG002
-        keep_errors: bool = False,  # noqa: ARG002
-        engine: Engine | None = None,  # noqa: ARG002
+        **options: Any,  # noqa: ARG002
     ) -> "Evaluation":
         """Return an evaluation without rollouts."""
         done: Future[Any] = Future()
         done.set_result([])
         return Evaluation(self, done)
+
+    def evaluation_due(self, step: int, *, every: int) -> bool:  # noqa: ARG002
+        """Return False; only rank 0 evaluates."""
+        return False
+
+    def ended_evaluations(self, timeout_s: float = 0.0) -> list["Evaluation"]:  # noqa: ARG002
+        """Return no evaluations."""
+        return []
 
     def stats(self) -> dict[str, Any]:
         """Return no counts."""
@@ -492,38 +566,3 @@ class IdleWorker(Worker):
     def members(self) -> list[dict[str, Any]]:
         """Return no processes."""
         return []
-
-
-class Evaluation:
-    """An evaluation that runs while the trainer trains."""
-
-    def __init__(self, owner: Worker, future: "Future[Any]") -> None:
-        self._owner = owner
-        self._future = future
-
-    def done(self) -> bool:
-        """Return whether ``result`` would return, or raise, at once."""
-        return self._future.done()
-
-    def result(self, timeout_s: float = 600.0) -> list[Rollout]:
-        """Wait for the rollouts and return them in the order of the tasks, without failed ones.
-
-        Raises:
-            RuntimeError: it took longer than ``timeout_s`` from now (it is then cancelled), or
-                more than one version of the weights sampled.
-            Exception: an environment's error, without ``keep_errors``.
-        """
-        outcomes = self.outcomes(timeout_s)
-        return [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
-
-    def outcomes(self, timeout_s: float = 600.0) -> list[Outcome]:
-        """Wait for all results, failed ones included, and return them in the order of the tasks.
-
-        It raises what ``result`` raises.
-        """
-        began = time.monotonic()
-        outcomes: list[Outcome] = self._owner._finish(
-            self._future, "the evaluation took longer", timeout_s
-        )
-        self._owner._notify("waited_for_evaluation", time.monotonic() - began)
-        return outcomes

@@ -9,14 +9,26 @@ The engine implements the engine protocol of ``rollout``, and the workers read w
 of ``weights`` publish, so this package imports both. ``VLLMEngine`` is imported on first use.
 """
 
-from typing import TYPE_CHECKING, Any
+import importlib.util
+from typing import TYPE_CHECKING, Any, Literal
 
 from primerl.serving.server.child import VLLMServer, serve_vllm
 
 if TYPE_CHECKING:
     from primerl.serving.client.engine import VLLMEngine
 
-__all__ = ["VLLMEngine", "VLLMServer", "serve_vllm"]
+__all__ = ["VLLMEngine", "VLLMServer", "default_engine", "serve_vllm"]
+
+
+def default_engine() -> Literal["transformers", "vllm"]:
+    """Return the engine that recipes use unless told otherwise.
+
+    It is vLLM if this machine has a GPU and vLLM is installed, else the engine in this process.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+    return "vllm" if on_gpu else "transformers"
 
 
 def __getattr__(name: str) -> Any:

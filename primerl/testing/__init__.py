@@ -5,7 +5,7 @@ No package of the training loop imports ``primerl.testing``.
 
 from primerl.testing.conformance import check_engine
 from primerl.testing.imitation import imitate
-from primerl.testing.models import smollm2, tiny_chat_model, tiny_model
+from primerl.testing.models import save_once, smollm2, tiny_chat_model, tiny_model
 from primerl.testing.scripted import ScriptedEngine, lognormal
 from primerl.testing.vocabulary import character_tokenizer, chat_tokenizer, words
 
@@ -16,6 +16,7 @@ __all__ = [
     "check_engine",
     "imitate",
     "lognormal",
+    "save_once",
     "smollm2",
     "tiny_chat_model",
     "tiny_model",

@@ -87,6 +87,16 @@ def tiny_chat_model(
     settings = {"vocab_size": len(tokenizer), **config}
     model = tiny_model(model_type, seed=seed, **settings)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return save_once(model, folder, tokenizer=tokenizer)
+
+
+def save_once(model: Any, folder: str | os.PathLike[str], *, tokenizer: Any) -> Path:
+    """Write a model and its tokenizer as a Hugging Face folder, unless the folder exists.
+
+    The folder appears when it is complete. Several processes may call this at once; then the folder
+    has the model of the fastest.
+    """
+    folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         written = Path(partial) / folder.name

@@ -2,9 +2,11 @@
 
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import sys
+import typing
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any, TypeVar
 import attrs
 import msgspec
 
+from primerl._common import model_names
 from primerl._common.optional import require_all
 from primerl.track.interrupts import interruptible
-from primerl.track.run_folder import ARGS, read_json, require_unfinished
+from primerl.track.run_folder import ARGS, read_json, require_new, require_unfinished
+from primerl.track.usage import parsed, prints, refuse
 
 Arguments = TypeVar("Arguments")
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
@@ -28,6 +32,7 @@ def command_line(
     presets: Mapping[str, Mapping[str, Arguments]] | None = None,
     description: str | None = None,
     extras: Callable[[Any], Iterable[str]] = lambda _: (),
+    check: Callable[[Any], None] = lambda _: None,
 ) -> Arguments:
     """Parse this script's command line; with ``--resume``, start from the resumed run's arguments.
 
@@ -47,25 +52,47 @@ def command_line(
         extras: returns the optional dependency groups that a run with these arguments needs besides
             ``recipes``. If ``verifiers`` is among them, the environments in the field ``env`` that
             are in ``recipes/environments`` must be installed, too.
+        check: raises ``ValueError`` for arguments that do not fit together.
 
     Raises:
-        ImportError: optional dependencies are missing; the message names all of them, and the one
-            command that installs them.
-        ValueError: the folder to resume is missing, its arguments are not those of this script, or
-            its run is finished and no more steps are planned than it took.
-        SystemExit: after ``--help``, or for invalid flags.
+        SystemExit: after ``--help``, with status 0. With status 2, after one line on stderr, which
+            only rank 0 prints: a flag is wrong or ``check`` refuses it; optional dependencies are
+            missing (the line has the command that installs them); the folder of a new run holds a
+            run; the folder to resume is missing, its arguments are not those of this script, or its
+            run is finished and no more steps are planned than it took.
     """
-    words = sys.argv[1:]
-    presets = presets or {}
+    try:
+        args = _parsed(kind, sys.argv[1:], presets or {}, description, extras)
+        check(args)
+        _require_folder(args)
+        _require_extras(args, extras)
+    except (ImportError, ValueError) as error:
+        refuse(str(error))
+    return args
+
+
+def _parsed(
+    kind: type[Arguments],
+    words: list[str],
+    presets: Mapping[str, Mapping[str, Arguments]],
+    description: str | None,
+    extras: Callable[[Any], Iterable[str]],
+) -> Arguments:
     default = _preset(presets, lambda name: _value(name, words))
     if importlib.util.find_spec("tyro") is None:
         _require_extras(_guessed(kind, default, words), extras)
     tyro: Any = importlib.import_module("tyro")
+    _require_values(kind, words)
     resumed = _value("resume", words)
     if resumed is not None:
         default = _begun(kind, Path(resumed), presets)
+    required = [one for one in attrs.fields(kind) if one.default is attrs.NOTHING]  # type: ignore[arg-type]
+    if default is None and not required:
+        default = kind()
+    settings: dict[str, Any] = {"description": description, "console_outputs": prints()}
+    args: Any
     if default is None:
-        args = tyro.cli(kind, description=description)
+        args = parsed(lambda: tyro.cli(kind, **settings))
     else:
         # tyro would turn each key of a non-empty mapping into a flag.
         fields: Any = default
@@ -75,13 +102,29 @@ def command_line(
             if isinstance(getattr(fields, field.name), dict)
         }
         empty = attrs.evolve(fields, **{name: {} for name in mappings})
-        args = tyro.cli(kind, description=description, default=empty)
+        args = parsed(lambda: tyro.cli(kind, default=empty, **settings))
         kept = {name: value for name, value in mappings.items() if _value(name, words) is None}
         args = attrs.evolve(args, **kept)
-    if resumed is not None and hasattr(args, "steps"):
-        require_unfinished(Path(resumed), args.steps)
-    _require_extras(args, extras)
     return args  # type: ignore[no-any-return]
+
+
+def _require_folder(args: Any) -> None:
+    """Refuse a folder in which no run can begin or go on; rank 0 alone writes there."""
+    if not prints() or not hasattr(args, "steps"):
+        return
+    if getattr(args, "resume", None) is not None:
+        require_unfinished(Path(args.resume), args.steps)
+    elif getattr(args, "run_dir", None) is not None:
+        require_new(Path(args.run_dir))
+
+
+def _require_values(kind: type[Arguments], words: list[str]) -> None:
+    """Refuse the flag of a list without values: a shell variable that is not set, for example."""
+    fields: Any = attrs.fields(kind)  # type: ignore[arg-type]
+    lists = {_flag(field.name) for field in fields if str(field.type).startswith("tuple")}
+    for word, value in itertools.pairwise([*words, "--"]):
+        if word.replace("_", "-") in lists and value.startswith("--"):
+            raise ValueError(f"{word} has no value; expected at least one, or leave the flag out")
 
 
 def _begun(
@@ -155,7 +198,10 @@ def _value(field: str, words: list[str]) -> str | None:
 def number(
     *, at_least: float | None = None, above: float | None = None, below: float | None = None
 ) -> Validator:
-    """Return a validator for a finite number, which must be an integer if the field is an ``int``.
+    """Return a validator for a finite number, an integer if the field is an ``int``.
+
+    For a field of the type ``tuple[int, ...]`` or ``tuple[float, ...]``, the validator checks each
+    number, and refuses an empty tuple.
 
         @attrs.frozen
         class Args:
@@ -176,22 +222,56 @@ def number(
     )
 
     def check(_: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
-        whole = attribute.type in (int, "int")
+        several = typing.get_origin(attribute.type) is tuple
+        kind = typing.get_args(attribute.type)[0] if several else attribute.type
+        whole = kind in (int, "int")
+        values = value if several else (value,)
+        if not values or not all(right(one, whole) for one in values):
+            shown = " ".join(map(str, values)) if several else repr(value)
+            one_or_more = "one or more numbers, each " if several else ""
+            raise ValueError(
+                f"{_flag(attribute.name)} is {shown or 'empty'}; expected {one_or_more}"
+                f"{'an integer' if whole else 'a number'} {expected}".rstrip()
+            )
+
+    def right(value: Any, whole: bool) -> bool:
         kinds = int if whole else (int, float)
-        right = isinstance(value, kinds) and not isinstance(value, bool)
-        if not (
-            right
+        return (
+            isinstance(value, kinds)
+            and not isinstance(value, bool)
             and (isinstance(value, int) or math.isfinite(value))
             and (at_least is None or value >= at_least)
             and (above is None or value > above)
             and (below is None or value < below)
-        ):
-            raise ValueError(
-                f"{_flag(attribute.name)} is {value!r}; expected "
-                f"{'an integer' if whole else 'a number'} {expected}".rstrip()
-            )
+        )
 
     return check
+
+
+def urls(_: Any, attribute: "attrs.Attribute[Any]", value: Any) -> None:
+    """Validate base URLs of servers; there may be none.
+
+    Raises:
+        ValueError: an entry does not begin with ``http://`` or ``https://``.
+    """
+    for url in value:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"{_flag(attribute.name)} has {url!r}; expected URLs such as http://host:8000, or "
+                "leave the flag out"
+            )
+
+
+def require_model(model: str, *, flag: str) -> None:
+    """Check that a flag names a model folder that exists, or could name a model of the hub.
+
+    Raises:
+        ValueError: it does not; the message names the flag.
+    """
+    try:
+        model_names.require_model(model)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def instead_of(other: str) -> Validator:

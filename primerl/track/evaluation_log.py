@@ -17,10 +17,11 @@ from primerl.track.run_folder import (
     SUMMARY,
     complete_lines,
     fresh_folder,
+    json_line,
     lock,
+    plain,
     require_arguments,
     write_json,
-    write_line,
 )
 
 ROLLOUTS = "rollouts.jsonl"
@@ -74,9 +75,9 @@ class EvaluationLog:
 
     def __enter__(self) -> "EvaluationLog":
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = (self.folder / ROLLOUTS).open("a", encoding="utf-8", buffering=1)
+        self._file = (self.folder / ROLLOUTS).open("ab")
         try:
-            lock(self._file)
+            lock(self._file, self.folder)
             self.records, end = _read(self.folder / ROLLOUTS)
             self._file.truncate(end)  # removes an incomplete line of a killed process
             write_json(self.folder / ARGS, self._args)
@@ -92,12 +93,13 @@ class EvaluationLog:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Record a rollout, given in JSON's types."""
-        write_line(self._file, record)
+        self._file.write(json_line(record))
+        self._file.flush()
         self.records.append(dict(record))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Record the result of the evaluation."""
-        write_json(self.folder / SUMMARY, summary)
+        """Record the result of the evaluation; NaN and infinity, which JSON lacks, become null."""
+        write_json(self.folder / SUMMARY, _plain(summary))
 
 
 def read_evaluation(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -110,6 +112,12 @@ def read_evaluation(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{folder} does not contain an evaluation: there is no {path}")
     return _read(path)[0]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return plain(value)
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -71,13 +71,18 @@ class LiveView:
             self._console.print(f"Ctrl-C is ignored in the background; to stop: kill {os.getpid()}")
 
     def __call__(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one step's metrics, and its ``alarm`` text, if there is one."""
+        """Show one step's metrics, and its ``alarm`` text, if there is one; or an evaluation's."""
         if metrics.get("alarm"):
             self._console.print(metrics["alarm"], highlight=False, soft_wrap=True)
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self._history.setdefault(name, []).append(float(value))
         self._last_line = time.monotonic()
+        if "evaluation" in metrics:
+            if self._live is None:
+                text = f"evaluation of version {step}  {metrics['evaluation']:.3f}"
+                self._console.print(text, highlight=False)
+            return  # the next step's table shows it
         if self._live is None:
             line = f"step {step + 1}/{self._steps}  {_line(metrics)}  {self._time(step)}"
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -147,9 +152,12 @@ class LiveView:
         table.add_column("now", justify="right", style="bold")
         table.add_column("so far", no_wrap=True, style="cyan")
         for name, form in SHOWN:
+            history = self._history.get(name, [])
             value = metrics.get(name)
+            if name == "evaluation" and history:
+                value = history[-1]
             now = "-" if value is None else form.format(value)
-            table.add_row(name, now, sparkline(self._history.get(name, [])))
+            table.add_row(name, now, sparkline(history))
         return table
 
     def _time(self, step: int) -> str:

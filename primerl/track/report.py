@@ -10,20 +10,21 @@ import gzip
 import itertools
 import json
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import attrs
+import msgspec
+import numpy as np
 
 from primerl._common.files import whole_or_nothing
+from primerl.track.rollout_files import RolloutFiles, SequenceLine, rollouts_of
 from primerl.track.run_folder import (
     ARGS,
+    EVALUATIONS,
     METRICS,
     REPORT,
-    ROLLOUTS,
     SUMMARY,
     TOKENS,
     complete_lines,
@@ -31,34 +32,17 @@ from primerl.track.run_folder import (
 )
 
 CHUNK_BYTES = 1 << 19
-"""Approximate size of a chunk that the page unpacks at once, in bytes of recorded rollouts."""
+"""Approximate size of a chunk that the page unpacks at once, in bytes of JSON."""
+
+TOKEN_BYTES = 48  # approximate size of a token's entries of arrays in JSON
 
 # The arrays of a trained sequence in a chunk; its other values are in the list of rollouts.
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
 OF_TRAINER = ("logprobs", "entropy")  # present if the loop passed them to Run.log
-ROUNDED = ("behavior_logprobs", "advantages", *OF_TRAINER)  # further digits are unreadable
+OF_EVALUATION = ("step", "evaluation", "evaluation_failed")
+DIGITS = 5  # further digits are unreadable
 
-
-@attrs.frozen
-class _Line:
-    """The location of a recorded sequence in its file, and its values in lists of rollouts."""
-
-    start: int
-    length: int
-    step: int
-    task: str
-    rollout: int | None  # index in the group; in older records None: one sequence
-    sample: int
-    environment: str
-    reward: float
-    stop: str
-    metrics: dict[str, float]
-    tokens: int
-    trained: int
-    has_conversation: bool
-
-
-_Rollout = list[_Line]
+_Rollout = list[SequenceLine]
 """The trained sequences of a rollout: several if it has branches."""
 
 
@@ -67,18 +51,20 @@ def write_report(
     path: str | os.PathLike[str] | None = None,
     *,
     max_rollouts: int = 10_000,
-    max_bytes: int = 1 << 28,
+    max_bytes: int = 1 << 26,
 ) -> Path:
     """Write the report of one run, or of several to compare, as one HTML file.
 
-    The runs may be finished, running or dead: the report shows what has been recorded so far.
+    The runs may be finished, running or dead: the report shows what has been recorded so far. Only
+    the rollouts that it shows are read.
 
     Args:
         runs: the folders of the runs.
         path: the file to write; ``report.html`` in the first run's folder by default.
         max_rollouts: the most rollouts per run in the report. If there are more, whole groups are
             left out, evenly over the run, and the report says how many there were.
-        max_bytes: the most bytes of a run's ``rollouts.jsonl`` in the report; enforced alike.
+        max_bytes: the most bytes of a run's ``rollouts.jsonl`` and ``rollouts.bin`` in the report;
+            enforced alike.
 
     Raises:
         ValueError: no folders are given, or a folder holds no run, or a record is invalid.
@@ -88,12 +74,16 @@ def write_report(
     folders = [Path(run) for run in runs]
     parts: list[str] = []
     for number, folder in enumerate(folders):
-        recorded = list(_rollouts(_recorded_lines(folder)))
-        chunks = list(_chunks(_chosen(recorded, max_rollouts, max_bytes)))
-        overview = _overview(folder, chunks, recorded=len(recorded))
-        parts.append(_embedded(f"run-{number}", overview))
-        for place, chunk in enumerate(chunks):
-            parts.append(_embedded(f"run-{number}-chunk-{place}", _contents(folder, chunk)))
+        with RolloutFiles(folder) as recorded:
+            groups = recorded.groups()
+            shown = _chosen(groups, max_rollouts, max_bytes)
+            lines = (recorded.lines(int(one["offset"]), int(one["bytes"])) for one in shown)
+            chunks = list(_chunks([one for some in lines for one in rollouts_of(some)]))
+            overview = _overview(folder, chunks, recorded=int(groups["rollouts"].sum()))
+            parts.append(_embedded(f"run-{number}", json.dumps(overview).encode()))
+            for place, chunk in enumerate(chunks):
+                contents = msgspec.json.encode(_contents(recorded, chunk))  # NaN becomes null
+                parts.append(_embedded(f"run-{number}-chunk-{place}", contents))
     page = _file("report_page.html").replace(
         "/* report_conversation.js */", _file("report_conversation.js")
     )
@@ -121,7 +111,7 @@ def _overview(
         "name": folder.resolve().name,
         "args": read_json(folder / ARGS),
         "summary": summary,
-        "metrics": _by_name([*steps, *_last_evaluation(steps, summary)]),
+        "metrics": _by_name(_with_evaluations(steps, folder)),
         "tokens": dict(json.loads(line) for _, line in complete_lines(folder / TOKENS)),
         "recorded": recorded,
         "conversations": any(line.has_conversation for line in firsts),
@@ -139,15 +129,17 @@ def _overview(
     }
 
 
-def _last_evaluation(
-    steps: Sequence[dict[str, Any]], summary: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the evaluation of the final weights, which no step has; empty if there was none."""
-    score = summary.get("eval_after")
-    known = [line["evaluation"] for line in steps if line.get("evaluation") is not None]
-    if not summary.get("finished") or score is None or known[-1:] == [score]:
-        return []
-    return [{"step": summary["steps"], "evaluation": score}]
+def _with_evaluations(steps: Iterable[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics of each step, in order, with those of its evaluation.
+
+    Most evaluations are written after later steps, and that of the final weights has no step.
+    """
+    by_step = {line["step"]: line for line in steps}
+    for _, line in complete_lines(folder / EVALUATIONS):
+        evaluation = json.loads(line)
+        drawn = {name: evaluation[name] for name in OF_EVALUATION}
+        by_step[evaluation["step"]] = by_step.get(evaluation["step"], {}) | drawn
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _by_name(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -156,116 +148,60 @@ def _by_name(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [line.get(name) for line in steps] for name in names}
 
 
-def _recorded_lines(folder: Path) -> Iterator[_Line]:
-    for number, (start, text) in enumerate(complete_lines(folder / ROLLOUTS), start=1):
-        try:
-            yield _line(start, text)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            where = f"{folder / ROLLOUTS}, line {number}"
-            raise ValueError(f"{where}, is not a record of a rollout: {error!r}") from None
-
-
-def _line(start: int, text: bytes) -> _Line:
-    record = json.loads(text)
-    return _Line(
-        start=start,
-        length=len(text),
-        step=record["step"],
-        task=record["task_id"],
-        rollout=record.get("rollout"),
-        sample=record.get("sample", 0),
-        environment=record["environment"],
-        reward=record["reward"],
-        stop=record["stop"],
-        metrics=dict(record.get("metrics", {})),
-        tokens=len(record["token_ids"]),
-        trained=sum(record["loss_mask"]),
-        has_conversation="conversation" in record,
-    )
-
-
-def _rollouts(lines: Iterable[_Line]) -> Iterator[_Rollout]:
-    """Yield the lines of each rollout, which are adjacent."""
-    rollout: _Rollout = []
-    for line in lines:
-        if rollout and not _continues(line, rollout[-1]):
-            yield rollout
-            rollout = []
-        rollout.append(line)
-    if rollout:
-        yield rollout
-
-
-def _continues(line: _Line, before: _Line) -> bool:
-    """Return whether both lines belong to one rollout."""
-    return (
-        line.rollout is not None
-        and (line.step, line.task, line.rollout) == (before.step, before.task, before.rollout)
-        and line.sample > before.sample
-    )
-
-
-def _length(rollout: _Rollout) -> int:
-    return sum(line.length for line in rollout)
-
-
-def _chosen(rollouts: list[_Rollout], max_rollouts: int, max_bytes: int) -> list[_Rollout]:
+def _chosen(groups: np.ndarray, max_rollouts: int, max_bytes: int) -> np.ndarray:
     """Return as many groups as the limits allow, evenly over the run."""
-    groups: dict[tuple[int, str], list[_Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        groups[rollout[0].step, rollout[0].task].append(rollout)
-    number = max_rollouts / max(1, len(rollouts))
-    size = max_bytes / max(1, sum(_length(rollout) for rollout in rollouts))
+    sizes = groups["bytes"] + groups["array_bytes"]
+    counts = groups["rollouts"].tolist()
+    number = max_rollouts / max(1, sum(counts))
+    size = max_bytes / max(1, int(sizes.sum()))
     share = min(1.0, number, size)
-    chosen: list[_Rollout] = []
-    seen = 0
-    for group in groups.values():
-        seen += len(group)
-        if len(chosen) + len(group) <= seen * share:
-            chosen += group
-    return chosen
+    chosen = []
+    seen = held = 0
+    for place, count in enumerate(counts):
+        seen += count
+        if held + count <= seen * share:
+            held += count
+            chosen.append(place)
+    return groups[chosen]
 
 
 def _chunks(rollouts: Sequence[_Rollout]) -> Iterator[list[_Rollout]]:
     """Split the rollouts into chunks of about ``CHUNK_BYTES`` of neighbors."""
-    ends = itertools.accumulate(_length(rollout) for rollout in rollouts)
-    numbered = zip(ends, rollouts, strict=True)
+    sizes = (sum(line.length + TOKEN_BYTES * line.tokens for line in one) for one in rollouts)
+    numbered = zip(itertools.accumulate(sizes), rollouts, strict=True)
     for _, some in itertools.groupby(numbered, key=lambda pair: pair[0] // CHUNK_BYTES):
         yield [rollout for _, rollout in some]
 
 
-def _contents(folder: Path, rollouts: Sequence[_Rollout]) -> list[dict[str, Any]]:
+def _contents(recorded: RolloutFiles, rollouts: Sequence[_Rollout]) -> list[dict[str, Any]]:
     """Return the trained sequences of each rollout, and its conversation, if it has one."""
     found = []
-    with (folder / ROLLOUTS).open("rb") as file:
-        for rollout in rollouts:
-            records = []
-            for line in rollout:
-                file.seek(line.start)
-                records.append(json.loads(file.read(line.length)))
-            found.append(
-                {
-                    "sequences": [_sequence(record) for record in records],
-                    "conversation": records[0].get("conversation"),
-                }
-            )
+    for rollout in rollouts:
+        records = [recorded.record(line) for line in rollout]
+        found.append(
+            {
+                "sequences": [_sequence(record) for record in records],
+                "conversation": records[0].get("conversation"),
+            }
+        )
     return found
 
 
 def _sequence(record: dict[str, Any]) -> dict[str, Any]:
-    arrays = {name: record[name] for name in ARRAYS}
-    arrays |= {name: record[name] for name in OF_TRAINER if name in record}
-    for name in arrays.keys() & ROUNDED:
-        arrays[name] = [_rounded(number) for number in arrays[name]]
-    return arrays | {"sample": record.get("sample", 0)}
+    arrays = {name: record["arrays"][name] for name in ARRAYS}
+    arrays |= {name: record["arrays"][name] for name in OF_TRAINER if name in record["arrays"]}
+    return {name: _numbers(x) for name, x in arrays.items()} | {"sample": record.get("sample", 0)}
 
 
-def _rounded(number: float | None) -> float | None:
-    return None if number is None else round(number, ndigits=5)
+def _numbers(array: np.ndarray) -> list[Any]:
+    if array.dtype.kind == "f":
+        rounded: list[Any] = np.round(array.astype(np.float64), DIGITS).tolist()
+        return rounded
+    whole: list[Any] = array.astype(np.int64).tolist()
+    return whole
 
 
-def _embedded(name: str, value: Any) -> str:
+def _embedded(name: str, data: bytes) -> str:
     """Return data as an element that the browser does not run, in characters of base64 only."""
-    packed = gzip.compress(json.dumps(value, separators=(",", ":")).encode(), compresslevel=6)
-    text = base64.b64encode(packed).decode()
+    text = base64.b64encode(gzip.compress(data, compresslevel=4)).decode()
     return f'<script type="application/gzip" id="{name}">{text}</script>'

@@ -1,118 +1,222 @@
 """Records of the rollouts that a run trains."""
 
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 
 from primerl.track.conversation_records import recorded_conversation
-from primerl.track.run_folder import RunFolder, plain, write_line
+from primerl.track.group_index import entry
+from primerl.track.run_folder import RunFolder, json_line, plain
+from primerl.track.token_arrays import packed, types_of
 from primerl.types import Group, Rollout, Sample, TrainingSample
 
 Decode = Callable[[list[int]], str]
 
+MAX_TEXT_TOKENS = 4096
+"""Most tokens of a prompt or completion whose text is recorded; the middle of more is left out."""
+
+
+@attrs.frozen(eq=False)
+class _TrainedSequence:
+    """A trained sequence, and its place in its group."""
+
+    rollout: int
+    index: int
+    sample: TrainingSample
+    per_token: Mapping[str, np.ndarray]
+
+
+@attrs.frozen(eq=False)
+class RecordedGroup:
+    """A group that is to be recorded, with its trained sequences."""
+
+    step: int
+    group: Group
+    sequences: Sequence[_TrainedSequence]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of its sequences."""
+        return sum(len(one.sample.token_ids) for one in self.sequences)
+
+    @property
+    def rollouts(self) -> int:
+        """The number of its rollouts that have a trained sequence."""
+        return len({one.rollout for one in self.sequences})
+
 
 class RolloutRecords:
-    """Writes one line per trained sequence, and one line per distinct token of all sequences.
+    """Chooses the groups to record, and writes one line and one block of arrays per sequence.
 
-    The first line of a rollout has its conversation, if the environment kept it.
+    The first line of a rollout has its conversation, if the environment kept it. The text of each
+    distinct token of all sequences is written once.
 
     Args:
         files: the files of the run.
         decode: converts token ids to text; without it, no text is recorded.
         share: the share of groups that are recorded, evenly over the run; 0 records none.
+        tokens: the most tokens of a step that are recorded; of a larger step, groups are chosen
+            evenly.
 
     Raises:
-        ValueError: ``share`` is not between 0 and 1.
+        ValueError: ``share`` is not between 0 and 1, or ``tokens`` is negative.
     """
 
-    def __init__(self, files: RunFolder, *, decode: Decode | None, share: float) -> None:
+    def __init__(
+        self, files: RunFolder, *, decode: Decode | None, share: float, tokens: int
+    ) -> None:
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"record_rollouts is {share}; expected a share from 0 to 1")
+        if tokens < 0:
+            raise ValueError(f"record_tokens is {tokens}; expected the most tokens of a step")
         self._files = files
         self._decode = decode
         self._share = share
+        self._tokens = tokens
         self._due = 0.0
-        self._tokens: set[int] = set()
+        self._known: set[int] = set()
 
-    def write(
+    def chosen(
         self,
         step: int,
         groups: Sequence[Group],
         samples: Sequence[TrainingSample],
         per_token: Sequence[Mapping[str, np.ndarray]] = (),
-    ) -> None:
-        """Record the groups of a step with the samples that ``advantage.assign`` returned for them.
+    ) -> list[RecordedGroup]:
+        """Choose groups of a step to record; ``samples`` is what ``advantage.assign`` returned.
 
         ``per_token`` has further arrays for each sample, or is empty; later passes are left out.
         """
-        arrays_of = per_token or [{} for _ in samples]
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        share = self._share * min(1.0, self._tokens / max(1, tokens))
+        arrays_of: Iterable[Mapping[str, np.ndarray]] = per_token or itertools.repeat({})
         trained = zip(samples, arrays_of, strict=False)
+        found = []
         for group in groups:
-            before, self._due = int(self._due), self._due + self._share
-            recorded = int(self._due + 1e-9) > before
-            for number, rollout in enumerate(group.rollouts):
-                conversation = _conversation(rollout) if recorded else {}
-                for index, sample in enumerate(rollout.samples):
-                    if not sample.loss_mask.any():
-                        continue
-                    one, arrays = next(trained)
-                    if recorded:
-                        place = {"rollout": number, "sample": index}
-                        self._write(step, group, rollout, place | conversation, one, arrays)
-                        conversation = {}  # in the rollout's first line only
+            places = list(_trained_places(group))
+            ours = list(itertools.islice(trained, len(places)))
+            self._due += share
+            if self._due < 1 - 1e-9:  # shares such as 0.1 do not add up exactly
+                continue
+            self._due -= 1
+            sequences = [
+                _TrainedSequence(
+                    *place, sample, {name: np.array(x, "<f4") for name, x in more.items()}
+                )
+                for place, (sample, more) in zip(places, ours, strict=True)
+            ]
+            found.append(RecordedGroup(step, group, sequences))
+        return found
+
+    def write(self, recorded: RecordedGroup) -> None:
+        """Record a group; if that fails, the files are as before.
+
+        Raises:
+            OSError: a file cannot be written, such as on a full disk. It names the file.
+        """
+        if not recorded.sequences:
+            return
+        if self._decode is not None:
+            self._write_tokens(recorded, self._decode)
+        files = self._files
+        offset, begin = files.rollouts.end, files.arrays.end
+        block_start = begin
+        blocks, lines, told = [], [], None
+        for one in recorded.sequences:
+            rollout = recorded.group.rollouts[one.rollout]
+            conversation = {} if one.rollout == told else _conversation(rollout)
+            told = one.rollout
+            arrays = _arrays(one)
+            blocks.append(packed(arrays))
+            place = {"offset": block_start, "bytes": len(blocks[-1]), "types": types_of(arrays)}
+            lines.append(json_line(self._line(recorded, one, conversation) | {"arrays": place}))
+            block_start += len(blocks[-1])
+        try:
+            files.arrays.append(b"".join(blocks))
+            files.rollouts.append(b"".join(lines))
+            length = files.rollouts.end - offset
+            files.index.append(entry(offset, length, block_start - begin, recorded.rollouts))
+        except OSError:
+            files.rollouts.undo(offset)
+            files.arrays.undo(begin)
+            raise
 
     def reply(self, groups: Sequence[Group]) -> tuple[str, str, float] | None:
         """Return prompt, completion and reward of one trained rollout; None if there is none."""
         if self._decode is None:
             return None
-        for rollout in (rollout for group in groups for rollout in group.rollouts):
-            for sample in rollout.samples:
-                if sample.loss_mask.any():
-                    return *self._texts(self._decode, sample), rollout.reward
+        for group in groups:
+            for number, index in _trained_places(group):
+                rollout = group.rollouts[number]
+                return *_texts(self._decode, rollout.samples[index]), rollout.reward
         return None
 
-    def _texts(self, decode: Decode, sample: Sample | TrainingSample) -> tuple[str, str]:
-        ids: list[int] = sample.token_ids.tolist()
-        begin = int(sample.loss_mask.argmax())
-        return decode(ids[:begin]), decode(ids[begin:])
-
-    def _write(
-        self,
-        step: int,
-        group: Group,
-        rollout: Rollout,
-        parts: Mapping[str, Any],
-        one: TrainingSample,
-        arrays: Mapping[str, np.ndarray],
-    ) -> None:
-        ids: list[int] = one.token_ids.tolist()
-        texts = (None, None) if self._decode is None else self._texts(self._decode, one)
-        record: dict[str, Any] = {
-            "step": step,
+    def _line(
+        self, recorded: RecordedGroup, one: _TrainedSequence, conversation: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        group, rollout = recorded.group, recorded.group.rollouts[one.rollout]
+        sample = one.sample
+        texts = (None, None) if self._decode is None else _texts(self._decode, sample)
+        return {
+            "step": recorded.step,
             "task_id": group.task_id,
             "environment": group.environment,
-            **parts,
+            "rollout": one.rollout,
+            "sample": one.index,
+            **conversation,
             "reward": rollout.reward,
             "stop": rollout.stop,
             "metrics": {name: plain(value) for name, value in rollout.metrics.items()},
             "prompt": texts[0],
             "completion": texts[1],
-            "temperature": one.temperature,
-            "token_ids": ids,
-            "loss_mask": one.loss_mask.astype(int).tolist(),
-            "behavior_logprobs": one.behavior_logprobs.tolist(),
-            "versions": one.versions.tolist(),
-            "advantages": one.advantages.tolist(),
+            "temperature": sample.temperature,
+            "tokens": len(sample.token_ids),
+            "trained": int(sample.loss_mask.sum()),
         }
-        record |= {name: rounded(array) for name, array in arrays.items()}
-        write_line(self._files.rollouts, record)
-        if self._decode is not None:
-            for token in sorted(set(ids) - self._tokens):
-                write_line(self._files.tokens, [token, text_of(token, self._decode)])
-            self._tokens.update(ids)
+
+    def _write_tokens(self, recorded: RecordedGroup, decode: Decode) -> None:
+        ids = np.unique(np.concatenate([one.sample.token_ids for one in recorded.sequences]))
+        fresh = sorted(set(ids.tolist()) - self._known)
+        lines = [json_line([token, text_of(token, decode)]) for token in fresh]
+        self._files.tokens.append(b"".join(lines))
+        self._known.update(fresh)
+
+
+def _trained_places(group: Group) -> Iterator[tuple[int, int]]:
+    """Yield the rollout and sample number of each sequence with a token to train."""
+    for number, rollout in enumerate(group.rollouts):
+        for index, sample in enumerate(rollout.samples):
+            if sample.loss_mask.any():
+                yield number, index
+
+
+def _arrays(one: _TrainedSequence) -> dict[str, np.ndarray]:
+    sample = one.sample
+    return {
+        "token_ids": sample.token_ids,
+        "loss_mask": sample.loss_mask,
+        "behavior_logprobs": sample.behavior_logprobs,
+        "versions": sample.versions,
+        "advantages": sample.advantages,
+        **one.per_token,
+    }
+
+
+def _texts(decode: Decode, sample: Sample) -> tuple[str, str]:
+    begin = int(sample.loss_mask.argmax())
+    return _text(decode, sample.token_ids[:begin]), _text(decode, sample.token_ids[begin:])
+
+
+def _text(decode: Decode, ids: np.ndarray) -> str:
+    left_out = len(ids) - MAX_TEXT_TOKENS
+    if left_out <= 0:
+        return decode(ids.tolist())
+    half = MAX_TEXT_TOKENS // 2
+    note = f"\n[... {left_out:,} tokens are left out of the text ...]\n"
+    return decode(ids[:half].tolist()) + note + decode(ids[-half:].tolist())
 
 
 def _conversation(rollout: Rollout) -> dict[str, Any]:
@@ -141,12 +245,6 @@ def require_fit(
                     f"per_token has {name} of shape {np.shape(array)} for a sample of shape "
                     f"{sample.token_ids.shape}; expected an entry for each token"
                 )
-
-
-def rounded(array: np.ndarray) -> list[float | None]:
-    """Round the numbers to 6 digits; replace NaN and infinity by None, as JSON has neither."""
-    numbers = np.round(np.asarray(array, np.float64), 6).tolist()
-    return [number if math.isfinite(number) else None for number in numbers]
 
 
 def text_of(token: int, decode: Decode) -> str:

@@ -1,6 +1,8 @@
 """The folder of a run, written by one process at a time and resumed without losing records.
 
-The files in it are JSON, or JSON Lines with one record per line.
+The files in it are JSON, or JSON Lines with one record per line. The per-token arrays of rollouts
+are in ``rollouts.bin`` (``token_arrays``), and ``rollouts.index`` locates groups
+(``rollout_files``).
 """
 
 import fcntl
@@ -10,51 +12,39 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from primerl._common.files import sync_folder, whole_or_nothing
+from primerl.track.record_file import RecordFile
 
 ARGS, SUMMARY, METRICS, ROLLOUTS = "args.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 TOKENS = "tokens.jsonl"  # one line [id, text] per distinct token of the rollouts
+ARRAYS, INDEX = "rollouts.bin", "rollouts.index"
 REPORT = "report.html"  # can be written from the other files at any time
 FINAL, CHECKPOINTS = "final", "checkpoints"  # written by other packages
-FILES = (ARGS, SUMMARY, METRICS, ROLLOUTS, TOKENS, FINAL, CHECKPOINTS)
+FILES = (ARGS, SUMMARY, METRICS, EVALUATIONS, ROLLOUTS, TOKENS, ARRAYS, INDEX, FINAL, CHECKPOINTS)
+# Records whose tails move when a run is resumed. Blocks of rollouts.bin stay, since the lines that
+# move refer to them.
+RESUMED = (METRICS, EVALUATIONS, ROLLOUTS, TOKENS, INDEX)
 
 
 class RunFolder:
     """The files of one run.
 
-    Nothing is written before ``claim``, and nothing of a resumed run before ``resume``. ``state``
-    is what ``Run.state`` returned, if the run is resumed.
+    Nothing is written before ``claim``, and nothing of a resumed run before ``resume``. ``ends``
+    (``record_ends``) says how many bytes of each file belong to a run that is resumed.
     """
 
-    def __init__(self, path: Path, *, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, path: Path, *, ends: Mapping[str, int] | None) -> None:
         self.path = path
-        self._ends: dict[str, int] = {}
-        self._open: tuple[TextIO, ...] = ()
-        if path.exists() and not path.is_dir():
+        self._new = ends is None
+        self._ends = dict(ends or {})
+        self._files: tuple[RecordFile, ...] = ()
+        if self._new:
+            require_new(path)
+        elif path.exists() and not path.is_dir():
             raise ValueError(f"{path} is not a folder; choose another name for the run's folder")
-        if state is None:
-            self._require_new()
-        else:
-            self._require_records(state["steps"])
-
-    def _require_new(self) -> None:
-        held = [name for name in FILES if os.path.lexists(self.path / name)]
-        if held:
-            raise ValueError(
-                f"{self.path} holds a run already ({', '.join(held)}); choose another folder, or "
-                "resume that run from its last checkpoint (--resume)"
-            )
-
-    def _require_records(self, steps: int) -> None:
-        for name in (METRICS, ROLLOUTS):
-            self._ends[name], found = _end_of_steps(self.path / name, steps)
-            if name == METRICS and found != steps:
-                raise ValueError(
-                    f"{self.path / name} has lines of {found} steps, but the run's state has "
-                    f"{steps}: it is not the folder of this run"
-                )
 
     def require_steps_left(self, resumed: int, planned: int) -> None:
         """Refuse a run that is finished, or that is past the number of planned steps."""
@@ -67,23 +57,27 @@ class RunFolder:
 
     def claim(self, values: Mapping[str, Any]) -> None:
         """Lock the run for this process, and create the files of a new run."""
-        new = not self._ends
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            self.metrics = _open_lines(self.path / METRICS, new=new)
+            self.metrics = self._opened(METRICS)
         except FileExistsError:
-            self._require_new()
+            require_new(self.path)
             raise
         try:
-            lock(self.metrics)
-            self.rollouts = _open_lines(self.path / ROLLOUTS, new=new)
-            self.tokens = _open_lines(self.path / TOKENS, new=new)
+            lock(self.metrics, self.path)
+            self.evaluations = self._opened(EVALUATIONS)
+            self.rollouts, self.tokens = self._opened(ROLLOUTS), self._opened(TOKENS)
+            self.arrays, self.index = self._opened(ARRAYS), self._opened(INDEX)
         except BaseException:
-            self.metrics.close()
+            self.close()
             raise
-        self._open = (self.metrics, self.rollouts, self.tokens)
-        if new:
+        if self._new:
             write_json(self.path / ARGS, values)
+
+    def _opened(self, name: str) -> RecordFile:
+        file = RecordFile(self.path / name, new=self._new, end=self._ends.get(name))
+        self._files += (file,)
+        return file
 
     def resume(self, values: Mapping[str, Any]) -> None:
         """Begin to write a run that is resumed.
@@ -92,27 +86,41 @@ class RunFolder:
         copied there. If the process is killed meanwhile, the run can still be resumed.
         """
         kept = fresh_folder(self.path / "before-resume")
-        for name, end in self._ends.items():
-            _move_tail(self.path / name, end, kept / name)
+        for file in self._files:
+            file.move_tail(kept / file.path.name)
         for name in (ARGS, SUMMARY):
             if (self.path / name).exists():
                 shutil.copyfile(self.path / name, kept / name)
         write_json(self.path / ARGS, values)
 
+    def ends(self) -> dict[str, int]:
+        """Return how many bytes of each file belong to the run, for its state."""
+        now = {file.path.name: file.end for file in self._files}
+        return {name: now.get(name, self._ends.get(name, 0)) for name in RESUMED}
+
     def sync(self) -> None:
         """Sync the records to disk, so that they survive a power failure."""
-        for file in self._open:
-            file.flush()
-            os.fsync(file.fileno())
-        if self._open:
+        for file in self._files:
+            file.sync()
+        if self._files:
             sync_folder(self.path)
 
     def close(self) -> None:
         """Close the files, so that another process can claim the run."""
-        self._open = ()
-        self.tokens.close()
-        self.rollouts.close()
-        self.metrics.close()
+        for file in reversed(self._files):  # the one with the lock last
+            file.close()
+
+
+def require_new(folder: Path) -> None:
+    """Refuse the path of a new run that is a file, or a folder that holds a run."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; choose another name for the run's folder")
+    held = [name for name in FILES if os.path.lexists(folder / name)]
+    if held:
+        raise ValueError(
+            f"{folder} holds a run already ({', '.join(held)}); choose another folder, or "
+            "resume that run from its last checkpoint (--resume)"
+        )
 
 
 def require_unfinished(folder: Path, planned: int) -> None:
@@ -159,9 +167,10 @@ def fresh_folder(prefix: Path) -> Path:
             return folder
 
 
-def write_line(file: TextIO, record: Any) -> None:
-    """Append a record as a line of JSON to a file."""
-    file.write(json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n")
+def json_line(record: Any) -> bytes:
+    """Return a record as a line of JSON; a lone surrogate, which a model may write, becomes "?"."""
+    text = json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
+    return text.encode(errors="replace")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -201,60 +210,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _open_lines(path: Path, *, new: bool) -> TextIO:
-    # Line buffering writes whole lines. A lone surrogate, which a model may write, becomes "?".
-    return path.open("x" if new else "a", encoding="utf-8", errors="replace", buffering=1)
+class _Open(Protocol):
+    def fileno(self) -> int: ...
 
 
-def lock(file: TextIO) -> None:
-    """Lock a file against other processes, until it is closed or this process ends."""
+def lock(file: _Open, folder: Path) -> None:
+    """Lock a file in ``folder`` against other processes, until the file is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
-            f"{Path(file.name).parent} is in use: another process writes its run there. Wait until "
-            "that ends, or choose another folder"
+            f"{folder} is in use: another process writes its run there. Wait until that ends, or "
+            "choose another folder"
         ) from None
     except OSError:
         pass  # some file systems have no locks
-
-
-def _end_of_steps(path: Path, steps: int) -> tuple[int, int]:
-    """Return where the lines of the first ``steps`` steps end, in bytes, and the step count."""
-    if path.is_symlink() or not path.is_file():
-        raise ValueError(f"{path} is missing; the run's state has {steps} steps in it")
-    end = 0
-    seen = set()
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break  # the process was killed while it wrote
-            step = _step_of(path, number, line)
-            if step >= steps:
-                break
-            seen.add(step)
-            end += len(line)
-    return end, len(seen)
-
-
-def _step_of(path: Path, number: int, line: bytes) -> int:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}, is not a record of a run: {error!r}") from None
-    if not isinstance(step, int):
-        raise ValueError(f"{path}, line {number}, is not a record of a run: its step is {step!r}")
-    return step
-
-
-def _move_tail(path: Path, end: int, target: Path) -> None:
-    """Move everything after a file's first ``end`` bytes into a new file."""
-    if path.stat().st_size <= end:
-        return
-    with path.open("rb+") as file:
-        file.seek(end)
-        with target.open("xb") as kept:
-            shutil.copyfileobj(file, kept)
-            kept.flush()
-            os.fsync(kept.fileno())
-        file.truncate(end)

@@ -1,6 +1,7 @@
 """The record of a run: one folder with its arguments, metrics, rollouts, outcome and report."""
 
 import math
+import operator
 import os
 import sys
 import time
@@ -14,6 +15,8 @@ import attrs
 import numpy as np
 
 from primerl.track.mismatch_gate import MismatchGate
+from primerl.track.record_ends import record_ends
+from primerl.track.record_writer import RecordWriter
 from primerl.track.report import write_report
 from primerl.track.rollout_records import RolloutRecords, require_fit
 from primerl.track.run_folder import (
@@ -21,13 +24,13 @@ from primerl.track.run_folder import (
     SUMMARY,
     RunFolder,
     fresh_folder,
+    json_line,
     plain,
     require_arguments,
     write_json,
-    write_line,
 )
 from primerl.track.sinks import Sink
-from primerl.types import Group, Rollout, TrainingSample
+from primerl.types import Group, Outcome, Rollout, TrainingSample
 
 # Averaged over a run's tokens; the second without router replay, if replay is used.
 MISMATCHES = ("mismatch_kl", "mismatch_kl_own_routes")
@@ -50,8 +53,10 @@ class Run:
 
     - ``args.json``: the arguments.
     - ``metrics.jsonl``: one line per step, with the ``alarm`` of ``gate``, if it has one.
-    - ``rollouts.jsonl``: every trained sequence with its text, reward and per-token arrays, and the
-      conversation of its rollout, if it has one; ``tokens.jsonl``: the text of each token.
+    - ``evaluations.jsonl``: one line per evaluation.
+    - ``rollouts.jsonl``: one line per trained sequence with its text and reward, and the
+      conversation of its rollout, if it has one; ``rollouts.bin``: its per-token arrays
+      (``read_rollouts`` reads both); ``tokens.jsonl``: the text of each token.
     - ``summary.json``: the outcome; null where a metric does not apply. A run that failed or was
       killed also has one: it has an ``error`` and is not ``finished``. Entries that are put into
       the attribute ``summary`` during the run appear there, too.
@@ -65,12 +70,18 @@ class Run:
     later steps, and the earlier ``args.json`` and ``summary.json``) move to
     ``before-resume-NNN/``.
 
+    Metrics and rollouts are written beside training. If the disk is full or slow, training
+    continues: ``alarm`` in a step's metrics names the file, ``records_lost`` counts the rollouts
+    that are not recorded, and metrics are written when there is space again.
+
     Args:
         folder: the run's folder, which is created. It must not hold another run, unless ``state``
             is given. By default the next free ``runs/NAME-NNN``.
         args: the arguments, an attrs value or a mapping.
         decode: converts token ids to text.
         record_rollouts: the share of groups whose rollouts are recorded; 0 for none.
+        record_tokens: the most tokens of a step that are recorded; of a larger step, whole groups
+            are left out at even intervals.
         sinks: functions ``(step, metrics) -> None``. If ``decode`` is given, a sink with a method
             ``show_reply(prompt, completion, reward)`` gets one reply of each step before its
             metrics.
@@ -94,6 +105,7 @@ class Run:
         args: Any = None,
         decode: Callable[[list[int]], str] | None = None,
         record_rollouts: float = 1.0,
+        record_tokens: int = 1 << 22,
         sinks: Sequence[Sink] = (),
         gate: MismatchGate | None = None,
         state: Mapping[str, Any] | None = None,
@@ -107,7 +119,8 @@ class Run:
         self.folder = fresh_folder(Path("runs") / self._name) if folder is None else Path(folder)
         if state is not None:
             self._require_same_script(state)
-        self._files = RunFolder(self.folder, state=state)
+        ends = None if state is None else record_ends(self.folder, state)
+        self._files = RunFolder(self.folder, ends=ends)
         if state is not None:
             require_arguments(self.folder, self._args, fixed)
             if steps is not None:
@@ -117,7 +130,11 @@ class Run:
         """Number of trained tokens by staleness, over the run."""
         self.summary: dict[str, Any] = dict.fromkeys(OUTCOME) | known.get("summary", {})
         self.summary["finished"] = False
-        self._rollouts = RolloutRecords(self._files, decode=decode, share=record_rollouts)
+        self._rollouts = RolloutRecords(
+            self._files, decode=decode, share=record_rollouts, tokens=record_tokens
+        )
+        self._writer = RecordWriter(self._files, self._rollouts)
+        self._lost = 0
         self._sinks = tuple(sinks)
         self._steps: int = known.get("steps", 0)
         self._writes = state is None
@@ -126,7 +143,6 @@ class Run:
         self._totals: dict[str, float] = dict(known.get("totals", {}))
         self._mismatch: dict[str, list[float]] = dict(known.get("mismatch", {}))
         self._gate = MismatchGate(**known["gate"]) if "gate" in known else gate or MismatchGate()
-        self._evaluation: float | None = None
         self._stops: set[str] = set(known.get("stops", ()))
         self._supervised = False
 
@@ -147,7 +163,7 @@ class Run:
     def __enter__(self) -> "Run":
         self._files.claim(self._args)
         if self._writes:
-            self._write_unended()
+            write_json(self.folder / SUMMARY, self._unended())
         self._began = self._step_began = time.perf_counter()
         return self
 
@@ -157,28 +173,51 @@ class Run:
             self.summary["error"] = f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt) and not hasattr(error, "__notes__") and self._named:
             error.add_note(f"to start again, pass another folder than {self.folder}")
+        problem = self._writer.close()
         if self._writes:
-            write_json(self.folder / SUMMARY, self.summary)
-            try:
-                write_report([self.folder])
-            except (OSError, ValueError) as problem:  # raising would hide the run's error
-                sys.stderr.write(f"{self.folder} has no report: {problem}\n")
+            self._write_outcome()
         self._files.close()
         for sink in self._sinks:
             close = getattr(sink, "close", None)
-            if close is not None:
+            if close is None:
+                continue
+            try:
                 close()
+            except Exception as failure:  # a user's code; the others are still closed
+                sys.stderr.write(f"a sink could not be closed: {failure!r}\n")
+                problem = problem or failure
+        if problem is not None and error is None:
+            raise problem
+
+    def _count_lost(self) -> int:
+        """Return how many rollouts were newly dropped from the records, and add them to the sum."""
+        lost, self._lost = self._writer.lost - self._lost, self._writer.lost
+        if lost:
+            self.summary["records_lost"] = self.summary.get("records_lost", 0) + lost
+        return lost
+
+    def _write_outcome(self) -> None:
+        self._count_lost()
+        try:
+            write_json(self.folder / SUMMARY, self.summary)
+            write_report([self.folder])
+        except (OSError, ValueError) as problem:  # raising would hide the run's error
+            sys.stderr.write(f"{self.folder} has no report: {problem}\n")
 
     def _begin_writing(self) -> None:
         if not self._writes:
-            self._files.resume(self._args)
-            self._write_unended()
+            unended = self._unended()
+
+            def resume() -> None:
+                self._files.resume(self._args)
+                write_json(self.folder / SUMMARY, unended)
+
+            self._writer.begin_with(resume)
             self._writes = True
 
-    def _write_unended(self) -> None:
-        """Write the summary that remains if this process is killed."""
-        unended = self.summary | {"error": "the run has not ended, or its process was killed"}
-        write_json(self.folder / SUMMARY, unended)
+    def _unended(self) -> dict[str, Any]:
+        """Return the summary that remains if this process is killed."""
+        return self.summary | {"error": "the run has not ended, or its process was killed"}
 
     @property
     def _wall_s(self) -> float:
@@ -187,11 +226,12 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Return the state from which ``Run(folder, state=)`` resumes, in JSON's types.
 
-        The records are synced to disk first, so that after a power failure a checkpoint with this
-        state is not ahead of them.
+        The records are synced to disk first, so that after a power failure no checkpoint with this
+        state is ahead of its records. If that takes longer than a minute, such as on a disk that
+        does not answer, the state knows only of the records that are written.
         """
-        self._files.sync()
         return {
+            "ends": self._writer.drain(),
             "name": self._name,
             "steps": self._steps,
             "summary": dict(self.summary),
@@ -232,6 +272,7 @@ class Run:
         Raises:
             ValueError: ``per_token`` does not fit the samples. Nothing is recorded.
         """
+        step = operator.index(step)  # a numpy integer is not JSON
         require_fit(samples, per_token)
         self._begin_writing()
         now = time.perf_counter()
@@ -258,13 +299,15 @@ class Run:
         line |= {name: growth[name] for name in SHARES if name in growth}
         line |= {name: count for name, count in growth.items() if name.startswith("dropped/")}
         line |= {name: totals[name] for name in GAUGES if totals and name in totals}
-        if self._evaluation is not None:
-            line["evaluation"], self._evaluation = self._evaluation, None
         line |= {"mismatch_kl": None} | numbers
-        line["alarm"] = self._watch_mismatch(metrics or {})
-        self.staleness.update(staleness.tolist())
-        self._rollouts.write(step, groups, samples, per_token)
-        write_line(self._files.metrics, line)
+        if lost := self._count_lost():
+            line["records_lost"] = lost
+        alarms = (self._watch_mismatch(metrics or {}), self._writer.alarm)
+        line["alarm"] = "; ".join(alarm for alarm in alarms if alarm) or None
+        values, counts = np.unique(staleness, return_counts=True)
+        self.staleness.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        chosen = self._rollouts.chosen(step, groups, samples, per_token)
+        self._writer.write(json_line(line), chosen)
         self.summary["steps"] = self._steps = step + 1
         self.summary["staleness_max"] = max(self.staleness, default=None)
         for sink in self._sinks:
@@ -274,21 +317,37 @@ class Run:
             sink(step, line)
         return line
 
-    def log_evaluation(self, step: int, rollouts: Sequence[Rollout]) -> None:  # noqa: ARG002
+    def log_evaluation(self, step: int, rollouts: Sequence[Rollout | Outcome]) -> None:
         """Record the mean reward of evaluation rollouts; without rollouts, record nothing.
 
-        It becomes ``evaluation`` in the next step's metrics. The summary has the run's first mean
-        as ``eval_before``, and the last as ``eval_after``.
+        It is a line of ``evaluations.jsonl``, and sinks get it, at its own step: also if later
+        steps were logged before. The summary has the mean of the lowest step as ``eval_before``,
+        and that of the highest as ``eval_after``; ``eval_steps`` has both steps.
 
         Args:
-            step: the version of the weights that sampled.
-            rollouts: what ``Worker.evaluate`` returned.
+            step: the version of the weights that sampled, the first one if there were several.
+            rollouts: what ``Worker.evaluate`` or ``Evaluation.outcomes`` returned. A rollout that
+                failed counts as a reward of 0.
+
+        Raises:
+            TypeError: ``step`` is not an integer, such as the ``version`` of an ``Evaluation`` that
+                was started without one.
         """
         if not rollouts:
             return
-        self._evaluation = fmean(rollout.reward for rollout in rollouts)
-        first = self.summary["eval_before"] is None
-        self.summary["eval_before" if first else "eval_after"] = self._evaluation
+        step = operator.index(step)
+        self._begin_writing()
+        line = {"step": step, "time": time.time()} | _evaluation_metrics(rollouts)
+        self._writer.write_evaluation(json_line(line))
+        means = [self.summary["eval_before"], self.summary["eval_after"]]
+        known = dict(zip(self.summary.get("eval_steps", []), means, strict=False))
+        known[step] = line["evaluation"]
+        first, last = min(known), max(known)
+        self.summary["eval_before"] = known[first]
+        self.summary["eval_after"] = known[last] if last > first else None
+        self.summary["eval_steps"] = sorted({first, last})
+        for sink in self._sinks:
+            sink(step, line)
 
     def finish(self, **summary: Any) -> None:
         """Record that all steps were taken, together with further entries of the summary."""
@@ -405,6 +464,24 @@ def _batch_metrics(
         "trained_tokens": len(staleness),
         "staleness_max": int(staleness.max()) if len(staleness) else None,
         "staleness_mean": float(staleness.mean()) if len(staleness) else None,
+    }
+
+
+def _evaluation_metrics(rollouts: Sequence[Rollout | Outcome]) -> dict[str, Any]:
+    played = [one.rollout if isinstance(one, Outcome) else one for one in rollouts]
+    versions = [
+        sample.versions[sample.loss_mask]
+        for rollout in played
+        if rollout is not None
+        for sample in rollout.samples
+    ]
+    bounds = [int(bound) for one in versions if len(one) for bound in (one.min(), one.max())]
+    return {
+        "evaluation": fmean(0.0 if one is None else one.reward for one in played),
+        "evaluation_rollouts": len(played),
+        "evaluation_failed": sum(one is None for one in played),
+        "evaluation_first_version": min(bounds, default=None),
+        "evaluation_last_version": max(bounds, default=None),
     }
 
 

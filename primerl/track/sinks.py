@@ -1,5 +1,6 @@
 """Sinks, functions that receive a run's metrics besides the run's own files."""
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,12 +9,20 @@ import attrs
 
 from primerl._common.optional import require
 
+logger = logging.getLogger(__name__)
+
 Sink = Callable[[int, Mapping[str, Any]], None]
-"""A function ``(step, metrics) -> None`` that receives the metrics of each step."""
+"""A function ``(step, metrics) -> None`` that receives the metrics of each step.
+
+It also receives those of each evaluation, which have an ``evaluation``: with the step whose weights
+were evaluated, and perhaps after those of later steps.
+"""
 
 
 def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
     """Return a sink that logs numbers to Weights & Biases.
+
+    Without an API key, and without a terminal to ask for one, it logs offline, into ``./wandb``.
 
     Args:
         project: the W&B project; None for a sink that does nothing.
@@ -25,11 +34,23 @@ def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
         return lambda step, metrics: None  # noqa: ARG005
     if args is not None:
         init["config"] = attrs.asdict(args) if attrs.has(type(args)) else dict(args)
-    run = require("wandb", extra="wandb").init(project=project, **init)
+    wandb = require("wandb", extra="wandb")
+    try:
+        run = wandb.init(project=project, **init)
+    except wandb.errors.UsageError as error:
+        if "mode" in init:
+            raise
+        logger.warning("Weights & Biases logs offline, into ./wandb, for `wandb sync`: %s", error)
+        run = wandb.init(project=project, mode="offline", **init)
+    run.define_metric("evaluation", step_metric="evaluation_step")
 
     def sink(step: int, metrics: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        run.log(numbers, step=step, commit=True)
+        if "evaluation" in numbers:  # W&B drops what has an earlier step than its last line
+            del numbers["step"], numbers["time"]
+            run.log(numbers | {"evaluation_step": step}, commit=False)
+        else:
+            run.log(numbers, step=step, commit=True)
 
     return sink
 

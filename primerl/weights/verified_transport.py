@@ -7,17 +7,20 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from primerl._common.checkpoint_tensors import Quantizer
 from primerl._common.progress import report
-from primerl._common.ranks import is_first_rank, on_first_rank
+from primerl._common.ranks import is_first_rank, local_part, on_first_rank, saved_tensors
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.disk import Disk
-from primerl.weights.transports.receipts import Receipt, Transport, check_engines, on_all_ranks
+from primerl.weights.transports.receipts import Receipt, check_engines, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
+from primerl.weights.transports.transport import PendingPublication, Transport
 from primerl.weights.verification import wiring
 from primerl.weights.verification.canary import Canary
+
+_VALUES = 16
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ class HoldsRollouts(Protocol):
         ...
 
 
-class VerifiedTransport:
+class VerifiedTransport(Transport):
     """A transport whose versions are provisional until a canary has passed.
 
         transport = weights.VerifiedTransport(
@@ -78,8 +81,40 @@ class VerifiedTransport:
         report("publishing", f"version {version}")
         if self._test_wiring_first:
             self._test_wiring(version)
+        return self._verified(version, self.transport.publish(version))
+
+    def start(self, version: int) -> PendingPublication:
+        """Begin to publish ``version``; ``wait`` returns once the canary has passed.
+
+        The canary compares the engines with the trainer, so call ``wait`` before the weights
+        change. Until then, the worker holds back the rollouts that were sampled with the version.
+
+        Raises:
+            RuntimeError: by ``wait``, as by ``publish``; or the weights have changed.
+        """
+        if self._test_wiring_first:
+            return super().start(version)
+        began = time.perf_counter()
+        before = _few_values(self.canary.model)
+        pending = self.transport.start(version)
+
+        def finish() -> Receipt:
+            receipt = pending.wait()
+            if not torch.equal(_few_values(self.canary.model), before):
+                raise RuntimeError(
+                    f"the weights changed after start({version}), so that the engines can't be "
+                    "compared with them: call wait() before the optimizer's step"
+                )
+            return self._verified(version, receipt)
+
+        self._pending = PendingPublication(
+            version, finish, held_s=time.perf_counter() - began, abandon=pending.abandon
+        )
+        return self._pending
+
+    def _verified(self, version: int, receipt: Receipt) -> Receipt:
+        """Return the receipt once the canary has passed; publish again if it fails."""
         for retries_left in reversed(range(self._retries + 1)):
-            receipt = self.transport.publish(version)
             started = time.perf_counter()
             verdict = self.canary.check(version)
             self._tell_worker(version, passed=verdict.passed)
@@ -88,6 +123,8 @@ class VerifiedTransport:
                 return on_all_ranks(attrs.evolve(receipt, seconds=seconds, canary=verdict.metrics))
             if retries_left and is_first_rank():
                 log.warning("version %d failed the canary and is published again", version)
+            if retries_left:
+                receipt = self.transport.publish(version)
         raise RuntimeError(f"the engines do not serve the published weights: {verdict.reason}")
 
     def _test_wiring(self, version: int) -> None:
@@ -103,6 +140,15 @@ class VerifiedTransport:
     def _tell_worker(self, version: int, *, passed: bool) -> None:
         if self._worker is not None:
             self._worker.mark_version(version, verified=passed)
+
+
+def _few_values(model: nn.Module) -> Tensor:
+    """Return a few values of each tensor, evenly spaced, by which a changed model is known."""
+    found = []
+    for tensor in saved_tensors(model).values():
+        flat = local_part(tensor.detach()).reshape(-1)
+        found.append(flat[:: max(1, len(flat) // _VALUES)][:_VALUES].double())
+    return torch.cat(found).cpu()
 
 
 def transport_to(

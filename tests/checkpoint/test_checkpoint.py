@@ -13,7 +13,7 @@ from torch import nn
 
 from primerl import checkpoint, optim, track
 from primerl._common.digests import digest_of_file
-from primerl.checkpoint import folders, writing
+from primerl.checkpoint import folders, reading, writing
 from primerl.checkpoint.generators import generator_states, set_generators
 
 
@@ -493,6 +493,41 @@ def test_without_verification_only_sizes_are_compared(three):
     assert checkpoint.last_good(three).step == 2
 
 
+def test_what_was_not_verified_is_verified_by_the_load(three):
+    flip(three / "checkpoints" / "step-00000003" / "rank-00000.safetensors")
+    net = Net()
+    with checkpoint.Checkpoints(three, net, torch.optim.SGD(trainable(net))) as saves:
+        before = net.state_dict()
+        with pytest.raises(ValueError, match=r"step-00000003 is damaged .*rank-00000.*skipped"):
+            saves.load(checkpoint.last_good(three, verify=False))
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+        saved = checkpoint.last_good(three, verify=False)
+        assert not saved.verified
+        assert saves.load(saved) == 2
+    left = [path.name for path in (three / "checkpoints").glob("step-00000003*")]
+    assert left == ["step-00000003.skipped"]
+
+
+def test_what_rank_0_saved_is_verified_in_any_case(three):
+    flip(three / "checkpoints" / "step-00000003" / "state.json")
+    assert checkpoint.last_good(three, verify=False).step == 2
+
+
+@pytest.mark.parametrize(("saved", "world_size"), [(5, 1), (5, 2), (5, 3), (2, 4)])
+def test_ranks_share_the_files_to_verify(tmp_path, monkeypatch, saved, world_size):
+    files = {
+        folders.rank_file(rank): reading.FileRecord(0, f"digest {rank}") for rank in range(saved)
+    }
+    manifest = reading.CheckpointManifest(format=1, step=3, world_size=saved, files=files)
+    monkeypatch.setattr(reading, "read_manifest", lambda path: manifest)
+    monkeypatch.setattr(reading, "member", lambda folder, name: folder / name)
+    seen = []
+    monkeypatch.setattr(reading, "_require_digest", lambda file, record: seen.append(file.name))
+    for rank in range(world_size):
+        reading.verify_share(tmp_path, rank=rank, world_size=world_size)
+    assert sorted(seen) == sorted(files)
+
+
 def test_no_folder_is_a_new_run(tmp_path):
     saved = checkpoint.last_good(None)
 
@@ -686,7 +721,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
 
 
 def test_a_part_that_is_missing_is_named(tmp_path):
-    from primerl.checkpoint.rank_files import TensorPiece
+    from primerl._common.tensor_pieces import TensorPiece
     from primerl.checkpoint.resharding import whole_shapes
 
     half = TensorPiece(name="w", shape=(4, 2), offsets=(2, 0), values=torch.zeros(2, 2))

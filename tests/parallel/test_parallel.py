@@ -17,7 +17,7 @@ from forked_ranks import forked_ranks
 from primerl import loss, packing, parallel, testing
 from primerl._common.interrupts import StoppedError
 from primerl.parallel.host_values import _decode, _encode
-from primerl.parallel.launch.world import _first_failure
+from primerl.parallel.launch.failures import first_failure
 from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
@@ -51,6 +51,9 @@ def test_batches_arrive_exactly_on_every_rank(found):
     """Uneven sizes, many dtypes, a transposed table, no rows, NaN, None on some ranks only."""
     assert found[0]["scattered_exactly"] == 3
     assert found[0]["nothing_scattered"] == 0
+    assert [one["first"] for one in found] == [[0, "a"]] * 3
+    assert "Tensor is not JSON serializable" in found[0]["unsendable"]
+    assert found[1]["unsendable"].startswith("rank 0 failed: TypeError: Object of type Tensor")
     expected = [[{"r": [rank, 7], "s": []}, {}] for rank in range(3)]
     assert [one["gathered"] for one in found] == [expected, [], []]
     assert [one["nothing_gathered"] for one in found] == [[[], [], []], [], []]
@@ -184,8 +187,8 @@ def test_a_column_of_a_table_with_one_row_is_sent_as_it_is():
 def test_a_rank_that_reported_no_error_was_killed():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
-    assert "no rank reported an error" in _first_failure(dist.HashStore(), 1, lost)
-    assert "SIGTERM" in _first_failure(dist.HashStore(), 1, StoppedError(signal.SIGTERM))
+    assert "no rank reported an error" in first_failure(dist.HashStore(), 1, lost)
+    assert "SIGTERM" in first_failure(dist.HashStore(), 1, StoppedError(signal.SIGTERM))
 
 
 def test_a_rank_that_is_still_dying_when_its_connections_are_lost_is_named():
@@ -195,7 +198,7 @@ def test_a_rank_that_is_still_dying_when_its_connections_are_lost_is_named():
     store.set("primerl/rank/1", f"{socket.gethostname()} {dying.pid}")
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
-    said = _first_failure(store, 0, lost, ranks=2)
+    said = first_failure(store, 0, lost, ranks=2)
     dying.wait()
 
     assert said.startswith("rank 1 died without an error")
@@ -212,19 +215,19 @@ def test_ranks_that_were_told_to_stop_from_outside_have_no_failure_among_them():
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     for error in (StoppedError(signal.SIGTERM), KeyboardInterrupt(), lost):
-        assert _first_failure(store, 0, error, ranks=2) is None
+        assert first_failure(store, 0, error, ranks=2) is None
 
     store.set("primerl/rank/2", f"{socket.gethostname()} {ended.pid}")  # killed: it was not told
-    said = _first_failure(store, 0, StoppedError(signal.SIGTERM), ranks=3)
+    said = first_failure(store, 0, StoppedError(signal.SIGTERM), ranks=3)
     assert said.startswith("rank 2 died without an error")
 
 
 def test_the_first_failure_is_the_cause():
     store = dist.HashStore()
 
-    assert _first_failure(store, 2, KeyError("x")) is None
-    assert _first_failure(store, 0, ValueError("later")) == "rank 2 failed: KeyError: 'x'"
-    assert _first_failure(store, 1, StoppedError(signal.SIGTERM)) == "rank 2 failed: KeyError: 'x'"
+    assert first_failure(store, 2, KeyError("x")) is None
+    assert first_failure(store, 0, ValueError("later")) == "rank 2 failed: KeyError: 'x'"
+    assert first_failure(store, 1, StoppedError(signal.SIGTERM)) == "rank 2 failed: KeyError: 'x'"
 
 
 @pytest.fixture

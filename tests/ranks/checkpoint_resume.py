@@ -220,7 +220,9 @@ def main(folder, mode):
     folder, found = Path(folder), {}
     world = parallel.process_group(timeout_s=60)
     if mode == "kill" and world.is_first:
+        ranks = os.environ.pop("WORLD_SIZE")  # as in a process that torchrun did not start
         alone = one_rank(folder / "one")
+        os.environ["WORLD_SIZE"] = ranks
     with world:
         if mode == "kill":
             found["uninterrupted"] = uninterrupted(world, folder / "uninterrupted")

@@ -103,6 +103,21 @@ def test_gradients_are_those_of_the_eager_model(family, how):
     assert backend.graphs <= (2 if how is None else 4)  # recomputation has graphs of its own
 
 
+@pytest.mark.parametrize("top_k", [8, 64], ids=["chosen keys", "all keys"])
+def test_layers_with_sparse_attention_compute_what_they_do_eagerly(top_k):
+    """With breaks of the graph where keys are chosen, and none if all keys are seen."""
+    config = {"index_topk": top_k, "index_n_heads": 8, "first_k_dense_replace": 2}
+    model, eager = (family_model("glm_moe_dsa", **config) for _ in range(2))
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+    for ids, positions in random_packs(3):
+        for ours, expected in zip(
+            train(model, ids, positions), train(eager, ids, positions), strict=True
+        ):
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_model_with_windows_computes_what_it_does_eagerly():
     backend = Backend("eager")
     model = compiled(family_model("mistral", sliding_window=8), "layers", backend)

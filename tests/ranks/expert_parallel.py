@@ -141,9 +141,9 @@ def train(model, ranks, steps=2):
     return losses
 
 
-def adapters(folder, world):
+def adapters(folder, world, mesh, **targets):
     """Training LoRA adapters of a sharded model, against doing so in one process."""
-    config = {"r": 4, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+    config = {"r": 4, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False} | targets
 
     def make():
         torch.manual_seed(0)
@@ -152,12 +152,13 @@ def adapters(folder, world):
         )
 
     alone, model = make(), make()
-    frozen = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
-    parallel.shard(model, parallel.mesh(ep=2))
+    experts = next(m for m in model.modules() if hasattr(m, "gate_up_proj"))
+    frozen = experts.gate_up_proj.detach().clone()
+    parallel.shard(parallel.recompute(model.train()), mesh)
     # Every rank has the same rows here, so that their sum is what one process would do.
     expected, ours = train(alone, 1), train(model, world.world_size)
     models.save_adapters(model, folder / "adapter" if world.is_first else None)
-    kept = torch.equal(whole(model.model.layers[0].mlp.experts.gate_up_proj.detach()), frozen)
+    kept = torch.equal(whole(experts.gate_up_proj.detach()), frozen)
     sent = dict(models.checkpoint_tensors(model))
     gap = max((sent[n] - t).abs().max().item() for n, t in models.checkpoint_tensors(alone))
     return [expected, ours, kept, gap]
@@ -220,7 +221,11 @@ def main(folder):
         found["halved"] = halved(world)
         found["refusals"] = refusals(folder)
         found["balanced"] = balanced()
-        found["adapters"] = adapters(folder, world)
+        found["adapters"] = adapters(folder, world, parallel.mesh(ep=2))
+        stacks = ["experts.gate_up_proj", "experts.down_proj"]
+        found["adapted experts"] = adapters(
+            folder, world, parallel.mesh(), target_parameters=stacks
+        )
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

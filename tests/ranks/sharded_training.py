@@ -188,7 +188,7 @@ def family(kind, config, world, reference, folder):
 def refusal(call):
     try:
         call()
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return None
 
@@ -271,6 +271,9 @@ def main(folder):
         few = packing.pack(samples()[:1], max_tokens=40, ranks=3) if world.is_first else None
         (batch,) = parallel.scatter(few, packing.PackedBatch)
         found["fillers"] = parallel.all_sum(int(not batch.loss_mask.any())).item()
+        found["first"] = parallel.from_first_rank([world.rank, "a"])
+        unsendable = refusal(lambda: parallel.from_first_rank(torch.ones(1)))
+        found["unsendable"] = unsendable
         rows = [{"r": torch.tensor([world.rank, 7]), "s": torch.zeros(0)}, {}]
         found["gathered"] = [
             [{name: value.tolist() for name, value in one.items()} for one in mine]

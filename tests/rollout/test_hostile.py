@@ -445,6 +445,8 @@ def test_a_tool_call_nested_too_deeply_is_an_error_of_the_policy():
     toolbox = ServedTools([], {"look": (None, "look")}, timeout_s=1.0)
     answer = asyncio.run(toolbox.call("look", "[" * 100_000))
     assert answer.startswith("error: the arguments are not JSON")
+    answer = asyncio.run(toolbox.call("look", '{"at": 1e999}'))
+    assert answer == "error: the arguments are not JSON: the number 1e999 is too large"
 
 
 def test_an_id_beyond_every_vocabulary_allocates_nothing():

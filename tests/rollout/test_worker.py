@@ -443,13 +443,14 @@ def test_closing_stops_every_rollout_and_the_thread():
             cancelled.append(task["id"])
             raise
 
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     with make_worker(environment=hangs) as rollouts:
         while len(entered) < 12:
             time.sleep(0.01)
 
     assert len(cancelled) == 12
-    assert threading.active_count() == before
+    left = {thread.name for thread in {*threading.enumerate()} - before}
+    assert left <= {"primerl-clock"}, "one thread of the process, for all workers"
     assert rollouts.stats()["dropped_by"] == {"cancelled": 6}
 
 
@@ -831,7 +832,8 @@ def test_an_evaluation_under_which_weights_change_is_an_error_not_a_mixture():
 
     engine = Waits()
     with make_worker(engine) as rollouts:
-        evaluation = rollouts.start_evaluation(TASKS, SamplingParams(max_tokens=3, temperature=0))
+        greedy = SamplingParams(max_tokens=3, temperature=0)
+        evaluation = rollouts.start_evaluation(TASKS, greedy, one_version=True)
         rollouts.take(version=0)
         engine.version = 1
         with pytest.raises(RuntimeError, match=r"weights \[0, 1\] were served during"):
@@ -980,6 +982,8 @@ def test_without_an_engine_the_worker_does_nothing():
         assert rollouts.evaluate([{"prompt": "a"}], SamplingParams(max_tokens=4)) == []
         evaluation = rollouts.start_evaluation([], SamplingParams(max_tokens=4))
         assert evaluation.result() == []
+        assert rollouts.ended_evaluations(timeout_s=1) == []
+        assert not rollouts.evaluation_due(0, every=1)
         rollouts.mark_version(0, verified=True)
         assert rollouts.stats() == {}
         assert rollouts.members() == []

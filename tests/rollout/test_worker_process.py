@@ -400,6 +400,50 @@ def test_a_blocked_event_loop_is_an_error_that_names_the_cause(monkeypatch):
     assert gone([member["pid"]])
 
 
+def test_a_stopped_worker_is_named_and_goes_on(monkeypatch, caplog):
+    """Before, the environment was blamed and the run ended; time limits were over at once."""
+    for module in ("workers", "processes.hosts"):
+        monkeypatch.setattr(f"primerl.rollout.{module}.BLOCKED_S", 1.0)
+
+    async def waits(task, engine, params):
+        async with asyncio.timeout(3.0):
+            await asyncio.sleep(1.5)
+        chat = rollout.Conversation(engine, CharacterCodes(), params)
+        await chat.turn(task["prompt"])
+        return chat.rollout(reward=1.0)
+
+    settings = {"timeout_s": 3.0, "group_timeout_s": 4.0, "groups_per_step": 1, "retries": 0}
+    with make_worker(environment=waits, **settings) as rollouts:
+        (member,) = rollouts._host.members()
+        until(lambda: rollouts.stats()["in_flight"])
+        os.kill(member["pid"], signal.SIGSTOP)
+        timer = threading.Timer(6.0, os.kill, (member["pid"], signal.SIGCONT))
+        timer.start()
+        (group,) = rollouts.take(version=0)
+        stats = rollouts.stats()
+    assert len(group.rollouts) == 2
+    assert stats["errors"] == {}
+    assert stats["dropped"] == 0
+    assert 4.5 < stats["suspended_s"] < 7.5
+    assert stats["loop_lag_max_s"] < 3.0
+    assert f"(pid {member['pid']}) is stopped, by SIGSTOP" in caplog.text
+
+
+def test_a_worker_that_stays_stopped_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr("primerl.rollout.workers.STOPPED_S", 1.0)
+
+    async def waits(task, engine, params):
+        await asyncio.sleep(3600)
+
+    with make_worker(environment=waits, timeout_s=1.0) as rollouts:
+        (member,) = rollouts._host.members()
+        until(lambda: rollouts.stats()["in_flight"])
+        os.kill(member["pid"], signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match=r"has been stopped for .* s, by SIGSTOP"):
+            rollouts.take(version=0)
+    assert gone([member["pid"]])
+
+
 def test_a_busy_event_loop_is_not_taken_for_a_blocked_one():
     """On a loaded computer a loop is late by more than a short deadline."""
 

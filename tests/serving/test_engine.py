@@ -476,7 +476,7 @@ def test_an_update_is_polled_until_all_workers_have_prepared_it(server, make):
     again = [body for _, body in server.calls if body.get("method") == "prepare_weights"][-1]
     assert again["kwargs"]["ticket"] != asked[0]["kwargs"]["ticket"]
     server.unprepared = 1000
-    with pytest.raises(RuntimeError, match="version 2 was not prepared.* did not answer in time"):
+    with pytest.raises(RuntimeError, match="version 2 was not prepared.* answer within 0.[23] s"):
         engine.load_weights({}, version=2, timeout_s=0.3)
     assert engine.version == 1
 
@@ -610,7 +610,7 @@ def test_an_update_has_a_deadline(server, make):
     engine = make(server)
     server.load_s = 30.0
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="did not answer in time"):
+    with pytest.raises(RuntimeError, match="did not answer within 0.5 s"):
         engine.load_weights({}, version=1, timeout_s=0.5)
     assert time.monotonic() - began < 20
     until(lambda: server.label == "failed")

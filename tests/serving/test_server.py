@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from growth import assert_linear, repeated
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -147,6 +149,7 @@ def test_the_command_has_the_settings_for_training():
         "--scheduling-policy=priority",
         '--weight-transfer-config={"backend": "primerl"}',
         "--worker-extension-cls=primerl.serving.worker.receiver.WeightReceiver",
+        "--middleware=primerl.serving.server.kept_prompts.KeepPrompts",
         "--middleware=primerl.serving.server.middleware.RequireKey",
     }
 
@@ -157,7 +160,8 @@ def test_user_arguments_override_defaults_and_our_middleware_is_outermost():
     )
 
     assert words.index("--scheduling-policy") > words.index("--scheduling-policy=priority")
-    assert words[-2:] == ["--middleware=mine.Own", f"--middleware={vllm_arguments.MIDDLEWARE}"]
+    ours = [vllm_arguments.KEEP_PROMPTS, vllm_arguments.REQUIRE_KEY]
+    assert words[-3:] == [f"--middleware={one}" for one in ["mine.Own", *ours]]
     assert not [word for word in words if "transfer" in word or "extension" in word]
     assert "--scheduling-policy=fcfs" in command(scheduling_policy="fcfs")
 
@@ -713,6 +717,12 @@ sys.exit(vllm_server.main(["M", "--max-model-len", "12", "--enforce-eager"]))
             "Model Runner V2 requires Triton; using the V1 model runner instead.\nKeyError: 'a'",
             "KeyError: 'a'",
         ),
+        ("x ...vllm.errors.EngineDeadError: b", "vllm.errors.EngineDeadError: b"),
+        ("builtins.Error: a\nError: b\n.KeyError: 'c'", "KeyError: 'c'"),
+        (
+            "Free memory on device cuda:0 (1/80 GiB) on startup is less than desired",
+            "out of memory",
+        ),
         ("`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n", None),
         ("all is well", None),
     ],
@@ -721,6 +731,31 @@ def test_causes_are_recognized_in_the_log(log, cause):
     found = vllm_readiness.cause_of(log)
 
     assert found is None if cause is None else cause in found
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "a.",
+        "aa.",
+        ".",
+        "a",
+        "Error",
+        "Error: ",
+        ".aError",
+        "Free memory on device ",
+        "Value error, ",
+    ],
+)
+def test_a_log_is_searched_in_linear_time(part):
+    assert_linear(vllm_readiness.cause_of, repeated("Value error, ", part, "\0"))
+
+
+@given(st.lists(st.sampled_from(["Error", "Exception", ".", "a", "_", ": ", ":", " ", "\n"])))
+def test_exceptions_are_found_as_by_a_plain_pattern(parts):
+    log = "".join(parts)
+    plain = re.findall(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)", log)
+    assert vllm_readiness.exceptions_in(log) == [f"{name}: {text}" for name, text in plain]
 
 
 # ---- the supervisor ----

@@ -6,6 +6,7 @@ The run is of agents in this process that call real tools, with a scripted polic
 import json
 
 import agent_run
+import numpy as np
 import pytest
 from chat_tokenizer import chat_tokenizer
 from report_pages import embedded, in_browser, needs_chromium
@@ -51,7 +52,7 @@ def test_a_rollout_is_one_entry_with_its_branches_and_counts(folder):
     for number, chunk in enumerate(chunks):
         own = [line for line in lines if line["rollout"] == number]
         assert [one["sample"] for one in chunk["sequences"]] == [one["sample"] for one in own]
-        assert rollouts["tokens"][number] == sum(len(one["token_ids"]) for one in own)
+        assert rollouts["tokens"][number] == sum(one["tokens"] for one in own)
         assert chunk["conversation"] == own[0]["conversation"]
         assert rollouts["metrics"]["turns"][number] == own[0]["metrics"]["turns"] > 100
     metrics = data["run-0"]["metrics"]
@@ -60,24 +61,34 @@ def test_a_rollout_is_one_entry_with_its_branches_and_counts(folder):
     assert metrics["stop/stop"] == [1.0]
 
 
+NEWER = ("rollout", "sample", "conversation", "tokens", "trained", "arrays")
+
+
 def test_records_of_earlier_versions_have_a_report(tmp_path, folder):
+    """Their arrays are in JSON, without an index."""
     old = tmp_path / "old"
     old.mkdir()
     for name in ("args.json", "summary.json", "tokens.jsonl", "metrics.jsonl"):
         (old / name).write_text((folder / name).read_text())
+    whole = list(track.read_rollouts(folder))
     with (old / "rollouts.jsonl").open("w") as file:
-        for line in records(folder):
-            kept = {
-                key: line[key] for key in line if key not in ("rollout", "sample", "conversation")
-            }
-            file.write(json.dumps(kept) + "\n")
+        for line in whole:
+            arrays = {name: array.tolist() for name, array in line["arrays"].items()}
+            kept = {key: line[key] for key in line if key not in NEWER}
+            file.write(json.dumps(kept | arrays | {"entropy": [None] * line["tokens"]}) + "\n")
 
     track.write_report([old])
 
     data = embedded(old / "report.html")
-    assert data["run-0"]["recorded"] == len(records(folder))
+    assert data["run-0"]["recorded"] == len(whole)
+    assert data["run-0"]["rollouts"]["trained"] == [line["trained"] for line in whole]
     (one,) = data["run-0-chunk-0"][0]["sequences"]
-    assert one["token_ids"] == records(folder)[0]["token_ids"]
+    assert one["token_ids"] == whole[0]["arrays"]["token_ids"].tolist()
+    assert one["entropy"] == [None] * whole[0]["tokens"]
+    for line, other in zip(track.read_rollouts(old), whole, strict=True):
+        for name, array in other["arrays"].items():
+            assert line["arrays"][name].dtype == array.dtype
+            np.testing.assert_array_equal(line["arrays"][name], array)
 
 
 def test_rollouts_of_one_task_in_several_groups_are_kept_apart(tmp_path):

@@ -19,6 +19,13 @@ def test_plays_are_there_as_soon_as_they_are_added(tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text()) == {"reward": 1.0}
 
 
+def test_numbers_that_json_lacks_are_null_in_the_summary(tmp_path):
+    with track.EvaluationLog(tmp_path / "run") as log:
+        log.finish({"scores": {"e": {"mean": 1.0, "low": float("-inf"), "high": float("inf")}}})
+    found = json.loads((tmp_path / "run/summary.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"scores": {"e": {"mean": 1.0, "low": None, "high": None}}}
+
+
 def test_an_evaluation_that_goes_on_has_what_was_played(tmp_path):
     with track.EvaluationLog(tmp_path / "run", args={"model": "m", "samples": 1}) as log:
         log.add({"task": "a"})

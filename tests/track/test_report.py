@@ -66,12 +66,20 @@ def record(folder, *, steps=3, groups=2, size=4, seed=0, trainer=False, **settin
     return folder
 
 
+def records(folder):
+    """The records, with their arrays as lists."""
+    return [
+        line | {name: array.tolist() for name, array in line["arrays"].items()}
+        for line in track.read_rollouts(folder)
+    ]
+
+
 def test_a_run_ends_with_a_report_of_its_metrics_and_rollouts(tmp_path):
     folder = record(tmp_path / "run")
 
     data = embedded(folder / "report.html")
     run, chunk = data["run-0"], data["run-0-chunk-0"]
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
+    lines = records(folder)
     assert run["name"] == "run"
     assert run["args"] == {"lr": 0.1, "seed": 0}
     assert run["summary"]["finished"] is True
@@ -95,15 +103,16 @@ def test_the_curve_of_evaluations_ends_with_that_of_the_trained_weights(tmp_path
         return [Rollout(samples=[], reward=reward)]
 
     with track.Run(tmp_path, args={}) as run:
-        run.log_evaluation(0, evaluated(0.25))
         run.log(0, [], [], totals={})
-        run.log_evaluation(1, evaluated(0.75))
+        run.log(1, [], [], totals={})
+        run.log_evaluation(0, evaluated(0.25))  # while training went on
+        run.log_evaluation(2, evaluated(0.75))
         run.finish()
 
     metrics = embedded(tmp_path / "report.html")["run-0"]["metrics"]
-    assert metrics["step"] == [0, 1]
-    assert metrics["evaluation"] == [0.25, 0.75]
-    assert metrics["tokens"] == [0, None]
+    assert metrics["step"] == [0, 1, 2]
+    assert metrics["evaluation"] == [0.25, None, 0.75]
+    assert metrics["tokens"] == [0, 0, None]
 
 
 def test_no_text_of_a_model_is_read_as_html(tmp_path):
@@ -124,7 +133,7 @@ def test_chunks_are_of_bounded_size_and_hold_every_rollout(tmp_path, monkeypatch
 
     data = embedded(folder / "report.html")
     chunks = [value for name, value in data.items() if "chunk" in name]
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
+    lines = records(folder)
     assert len(chunks) > 4
     assert max(len(json.dumps(chunk)) for chunk in chunks) < 6000
     chunk_of = data["run-0"]["rollouts"]["chunk"]
@@ -136,7 +145,7 @@ def test_chunks_are_of_bounded_size_and_hold_every_rollout(tmp_path, monkeypatch
 @pytest.mark.parametrize("bound", [{"max_rollouts": 21}, {"max_bytes": 10_000}])
 def test_of_too_many_rollouts_whole_groups_are_left_out_evenly(tmp_path, bound):
     folder = record(tmp_path, steps=10, groups=4, size=2)
-    size = (folder / "rollouts.jsonl").stat().st_size
+    size = sum((folder / f"rollouts.{name}").stat().st_size for name in ("jsonl", "bin"))
 
     run = embedded(track.write_report([folder], **bound))["run-0"]
 
@@ -248,9 +257,9 @@ def test_arrays_of_other_samples_are_refused(tmp_path, per_token, message):
 def test_what_the_trainer_computed_is_recorded_by_token(tmp_path):
     folder = record(tmp_path, trainer=True)
 
-    first = json.loads((folder / "rollouts.jsonl").read_bytes().splitlines()[0])
+    first = records(folder)[0]
     shown = embedded(folder / "report.html")["run-0-chunk-0"][0]["sequences"][0]
-    assert first["logprobs"] == [0.0] * 4 + [-1.193147] * 8
+    assert first["logprobs"] == pytest.approx([0.0] * 4 + [-0.5 - np.log(2)] * 8)
     assert shown["logprobs"] == [0.0] * 4 + [-1.19315] * 8
     assert first["entropy"] == shown["entropy"] == [0.0] * 4 + [1.5] * 8
 
@@ -264,8 +273,7 @@ def test_of_several_passes_the_first_is_recorded(tmp_path):
     with track.Run(tmp_path, args={}) as run:
         run.log(0, groups, samples, per_token=passes)
 
-    lines = (tmp_path / "rollouts.jsonl").read_bytes().splitlines()
-    assert [json.loads(line)["entropy"] for line in lines] == [[0.0, 1.0], [0.0, 2.0]]
+    assert [line["entropy"] for line in records(tmp_path)] == [[0.0, 1.0], [0.0, 2.0]]
 
 
 @needs_chromium
@@ -301,7 +309,7 @@ def test_colors_of_what_the_trainer_computed(tmp_path):
 @needs_chromium
 def test_curves_are_drawn_and_rollouts_open_by_click_and_by_key(tmp_path):
     folder = record(tmp_path / "run")
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
+    lines = records(folder)
 
     async def steps(page):
         curves = await page.run("document.querySelectorAll('#charts .curve').length")

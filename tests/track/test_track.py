@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import attrs
 import numpy as np
@@ -15,7 +16,7 @@ from conftest import make_group, make_sample
 
 from primerl import advantage, testing, track
 from primerl._common import progress
-from primerl.types import Group, Rollout
+from primerl.types import Group, Outcome, Rollout, Sample
 
 
 def lines(path):
@@ -121,8 +122,8 @@ def test_evaluation_is_apart_from_the_seconds_of_a_step(tmp_path):
     groups = [make_group([0.0, 1.0], version=0)]
     samples = advantage.assign(groups, advantage.centered)
     with track.Run(tmp_path) as run:
-        run.log(0, groups, samples, totals={"evaluation_wait_s": 7.0})
         before = time.perf_counter()
+        run.log(0, groups, samples, totals={"evaluation_wait_s": 7.0})
         time.sleep(0.3)
         run.log(1, groups, samples, totals={"evaluation_wait_s": 7.25})
         elapsed = time.perf_counter() - before
@@ -135,17 +136,19 @@ def test_evaluation_is_apart_from_the_seconds_of_a_step(tmp_path):
 def test_every_trained_rollout_is_written_with_its_text_and_arrays(tmp_path):
     record(tmp_path, steps=1)
 
-    bad, good = lines(tmp_path / "rollouts.jsonl")
+    bad, good = track.read_rollouts(tmp_path)
     assert (bad["reward"], good["reward"]) == (0.0, 1.0)
     assert (good["prompt"], good["completion"]) == ("3 tokens", "4 tokens")
     assert good["task_id"] == "t0"
-    assert good["advantages"] == [0, 0, 0, 0.5, 0.5, 0.5, 0.5]
-    assert good["loss_mask"] == [0, 0, 0, 1, 1, 1, 1]
+    assert (good["tokens"], good["trained"]) == (7, 4)
+    arrays = good["arrays"]
+    assert arrays["advantages"].tolist() == [0, 0, 0, 0.5, 0.5, 0.5, 0.5]
+    assert arrays["loss_mask"].tolist() == [False] * 3 + [True] * 4
     sample = make_sample()
-    assert good["token_ids"] == sample.token_ids.tolist()
-    np.testing.assert_array_equal(
-        np.array(good["behavior_logprobs"], np.float32), sample.behavior_logprobs
-    )
+    for name in ("token_ids", "behavior_logprobs", "versions"):
+        expected = getattr(sample, name)
+        assert arrays[name].dtype == expected.dtype
+        np.testing.assert_array_equal(arrays[name], expected)
 
 
 def test_samples_without_a_trained_token_are_passed_over(tmp_path):
@@ -305,16 +308,20 @@ def test_a_run_goes_on_in_its_folder_from_a_state(tmp_path):
     assert again.staleness == whole.staleness
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         ours, theirs = (lines(tmp_path / folder / name) for folder in ("run", "whole"))
-        timed = {"time", *(key for key in theirs[0] if key.endswith("_s"))}
+        timed = {"time", "arrays", *(key for key in theirs[0] if key.endswith("_s"))}
         assert [{k: v for k, v in line.items() if k not in timed} for line in ours] == [
             {k: v for k, v in line.items() if k not in timed} for line in theirs
         ]
+    ours, theirs = (list(track.read_rollouts(tmp_path / name)) for name in ("run", "whole"))
+    for one, other in zip(ours, theirs, strict=True):
+        for name, array in one["arrays"].items():
+            np.testing.assert_array_equal(array, other["arrays"][name])
     waits = [line["trainer_wait_s"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
     assert waits == [0.0, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_a_resumed_run_that_fails_before_its_first_step_changes_nothing(tmp_path):
-    state = record(tmp_path, steps=3).state() | {"steps": 2}
+    state = earlier(record(tmp_path, steps=3).state()) | {"steps": 2}
     before = contents(tmp_path)
 
     with pytest.raises(RuntimeError), track.Run(tmp_path, state=state):
@@ -334,6 +341,11 @@ def test_each_resume_keeps_what_it_cuts_off(tmp_path):
 
     for folder in ("before-resume-001", "before-resume-002"):
         assert [line["step"] for line in lines(tmp_path / folder / "metrics.jsonl")] == [1, 2]
+
+
+def earlier(state):
+    """The state as earlier versions returned it."""
+    return {name: value for name, value in state.items() if name != "ends"}
 
 
 def state_of(folder, *, args, steps=3):
@@ -381,7 +393,7 @@ def test_what_may_change_does_and_is_recorded(tmp_path):
 
 def test_a_finished_run_says_so_and_goes_on_only_to_more_steps(tmp_path):
     """Its last checkpoint may be of an earlier step: what it trained since is not done again."""
-    state = record(tmp_path, steps=3).state() | {"steps": 2}
+    state = earlier(record(tmp_path, steps=3).state()) | {"steps": 2}
     before = contents(tmp_path)
 
     with pytest.raises(ValueError, match="is finished: it took its 3 steps, and 3 are planned"):
@@ -390,6 +402,7 @@ def test_a_finished_run_says_so_and_goes_on_only_to_more_steps(tmp_path):
 
     with track.Run(tmp_path, state=state, steps=4) as run:
         log(run, range(2, 3))
+        run.state()  # waits for what is written beside training
         assert json.loads((tmp_path / "summary.json").read_text())["error"].startswith("the run")
     assert not json.loads((tmp_path / "summary.json").read_text())["finished"]
 
@@ -405,7 +418,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("message", FOREIGN)
 def test_a_folder_of_other_records_is_refused_and_nothing_changes(tmp_path, message):
-    state = state_of(tmp_path / "run", args=SEED)
+    state = earlier(state_of(tmp_path / "run", args=SEED))
     (tmp_path / "run" / "metrics.jsonl").write_text(FOREIGN[message])
     before = contents(tmp_path / "run")
 
@@ -413,6 +426,26 @@ def test_a_folder_of_other_records_is_refused_and_nothing_changes(tmp_path, mess
         track.Run(tmp_path / "run", args=SEED, state=state)
 
     assert contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 0}\n', "metrics.jsonl has 12 bytes, but the run's state has [0-9]{3,}: it is n"),
+        ("x" * 9999, "metrics.jsonl has no line that ends at byte [0-9]{3,}, as the run's state"),
+    ],
+)
+def test_a_file_that_does_not_end_where_the_state_says_is_refused(tmp_path, text, message):
+    state = state_of(tmp_path, args=SEED)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    before = contents(tmp_path)
+
+    with pytest.raises(ValueError, match=message):
+        track.Run(tmp_path, args=SEED, state=state)
+    with pytest.raises(ValueError, match="state has 'x' as the end of metrics.jsonl, expected a n"):
+        track.Run(tmp_path, args=SEED, state=state | {"ends": {"metrics.jsonl": "x"}})
+
+    assert contents(tmp_path) == before
 
 
 def test_a_state_without_its_files_is_refused(tmp_path):
@@ -462,16 +495,99 @@ def test_the_first_evaluation_is_before_and_the_last_one_after(tmp_path):
 
     with track.Run(tmp_path) as run:
         run.log_evaluation(0, [])
-        assert "evaluation" not in run.log(0, [], [])
         run.log_evaluation(1, play(0.0, 0.5))
-        assert run.log(1, [], [])["evaluation"] == 0.25
-        assert "evaluation" not in run.log(2, [], [])
         run.log_evaluation(3, play(0.5, 0.5))
         run.log_evaluation(4, play(1.0, 0.5))
         run.finish()
+    assert [line["step"] for line in lines(tmp_path / "evaluations.jsonl")] == [1, 3, 4]
 
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["eval_before"], summary["eval_after"]) == (0.25, 0.75)
+
+
+def outcomes(*rewards, versions=(0, 0)):
+    """Outcomes of held-out rollouts of two trained tokens; a reward of None is a failure."""
+    sample = Sample(
+        token_ids=[1, 2, 3],
+        loss_mask=[False, True, True],
+        behavior_logprobs=[0.0, -1.0, -1.0],
+        versions=[-1, *versions],
+    )
+    return [
+        Outcome(
+            task={"id": str(number)},
+            index=0,
+            seconds=1.0,
+            rollout=None if reward is None else Rollout(samples=[sample], reward=reward),
+            error="TimeoutError" if reward is None else None,
+        )
+        for number, reward in enumerate(rewards)
+    ]
+
+
+def test_an_evaluation_has_its_own_step_also_if_later_steps_were_logged_before(tmp_path):
+    seen = []
+    with track.Run(
+        tmp_path, sinks=[lambda step, line: seen.append((step, "evaluation" in line))]
+    ) as run:
+        for step in range(3):
+            run.log(step, [], [])
+        run.log_evaluation(1, outcomes(1.0, 0.5, None, versions=(1, 3)))
+        run.log(3, [], [])
+
+    (line,) = lines(tmp_path / "evaluations.jsonl")
+    assert line.pop("time") > 0
+    assert line == {
+        "step": 1,
+        "evaluation": 0.5,
+        "evaluation_rollouts": 3,
+        "evaluation_failed": 1,
+        "evaluation_first_version": 1,
+        "evaluation_last_version": 3,
+    }
+    assert seen == [(0, False), (1, False), (2, False), (1, True), (3, False)]
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_a_resumed_run_has_each_evaluation_once(tmp_path):
+    """An evaluation that was logged after the checkpoint moves away; its repetition is logged."""
+    with track.Run(tmp_path) as run:
+        run.log_evaluation(0, outcomes(0.25))
+        run.log(0, [], [])
+        state = json.loads(json.dumps(run.state()))
+        run.log(1, [], [])
+        run.log_evaluation(1, outcomes(0.5))
+    with track.Run(tmp_path, state=state) as again:
+        again.log_evaluation(1, outcomes(0.75, versions=(1, 1)))
+        again.log(1, [], [])
+        again.finish()
+
+    assert [
+        (line["step"], line["evaluation"]) for line in lines(tmp_path / "evaluations.jsonl")
+    ] == [
+        (0, 0.25),
+        (1, 0.75),
+    ]
+    moved = lines(tmp_path / "before-resume-001" / "evaluations.jsonl")
+    assert [line["evaluation"] for line in moved] == [0.5]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_after"]) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["ends", "steps"])
+def test_a_run_of_an_earlier_version_whose_metrics_had_the_evaluations_is_resumed(tmp_path, known):
+    with track.Run(tmp_path) as run:
+        run.log(0, [], [], metrics={"evaluation": 0.25})
+        state = json.loads(json.dumps(run.state()))
+    (tmp_path / "evaluations.jsonl").unlink()
+    del state["ends"]["evaluations.jsonl"]
+    if not known:
+        del state["ends"]
+    with track.Run(tmp_path, state=state) as again:
+        again.log_evaluation(1, outcomes(0.5))
+
+    assert len(lines(tmp_path / "evaluations.jsonl")) == 1
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
 def test_a_lasting_mismatch_is_an_alarm_of_the_run_also_of_one_that_is_resumed(tmp_path):
@@ -578,12 +694,10 @@ def test_a_reply_of_each_step_is_below_its_line(tmp_path, capsys):
 
     lines = capsys.readouterr().out.splitlines()
     (first, *_) = [place for place, line in enumerate(lines) if line.startswith("step 1/2")]
-    taken = json.loads((tmp_path / "rollouts.jsonl").read_bytes().splitlines()[0])
-    begin = taken["loss_mask"].index(1)
-    assert lines[first + 1] == f"prompt  [bold]{taken['token_ids'][:begin]}\\n"
-    assert lines[first + 2] == (
-        f"reply, reward {taken['reward']:.3g}  [bold]{taken['token_ids'][begin:]}\\n"
-    )
+    taken = next(track.read_rollouts(tmp_path))
+    ids, begin = taken["arrays"]["token_ids"].tolist(), taken["arrays"]["loss_mask"].argmax()
+    assert lines[first + 1] == f"prompt  [bold]{ids[:begin]}\\n"
+    assert lines[first + 2] == f"reply, reward {taken['reward']:.3g}  [bold]{ids[begin:]}\\n"
 
 
 def test_without_decode_no_reply_is_shown(tmp_path, capsys):
@@ -659,6 +773,25 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_live_view_shows_an_evaluation_of_an_earlier_step(terminal):
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=100)
+    view = track.LiveView("a run", steps=5, console=console)
+    view(2, {"step": 2, "reward": 0.5})
+    view(1, {"step": 1, "evaluation": 0.625})
+    before = screen.getvalue()
+    view(3, {"step": 3, "reward": 0.5})
+    view.close()
+
+    if terminal:  # in the next step's table
+        assert "0.625" in screen.getvalue().removeprefix(before)
+    else:
+        assert before.splitlines()[-1] == "evaluation of version 1  0.625"
+
+
 def test_the_live_view_draws_a_table_with_curves_on_a_terminal(tmp_path):
     import io
 
@@ -689,7 +822,7 @@ import json, sys
 import wandb
 from primerl import track
 
-sink = track.wandb_sink(project="primerl-test", mode="offline", dir=sys.argv[1])
+sink = track.wandb_sink(project="primerl-test", MODE, dir=sys.argv[1])
 sink(0, {"reward": 0.5, "staleness_max": 1, "grad_norm": None})
 sink(1, {"reward": 0.25})
 print(json.dumps(dict(wandb.run.summary)))
@@ -697,11 +830,15 @@ print(json.dumps(dict(wandb.run.summary)))
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("mode", ['mode="offline"', "group=None"])
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
-def test_weights_and_biases_offline(tmp_path):
+def test_weights_and_biases_offline(tmp_path, mode):
+    """By argument, or because there is no API key."""
+    outside = {name: value for name, value in os.environ.items() if "WANDB" not in name}
     done = subprocess.run(  # wandb's own process ends with the one that started it
-        [sys.executable, "-c", WANDB_RUN, str(tmp_path)],
-        env={**os.environ, "TMPDIR": str(tmp_path), "WANDB_SILENT": "true"},
+        [sys.executable, "-c", WANDB_RUN.replace("MODE", mode), str(tmp_path)],
+        env={**outside, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "WANDB_SILENT": "true"},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
         check=True,
@@ -712,7 +849,63 @@ def test_weights_and_biases_offline(tmp_path):
     assert logged["reward"] == 0.25
     assert logged["staleness_max"] == 1
     assert "grad_norm" not in logged
+    assert ("logs offline" in done.stderr) == ("offline" not in mode)
     assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+class NoKeyError(Exception):
+    pass
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Stands in for the package; ``keys`` are those that it would find."""
+    begun, logged, keys, axes = [], [], [], []
+
+    def init(**arguments):
+        begun.append(arguments)
+        if not keys and arguments.get("mode") != "offline":
+            raise NoKeyError("No API key configured")
+        return SimpleNamespace(
+            log=lambda numbers, **when: logged.append((numbers, when)),
+            define_metric=lambda name, step_metric: axes.append((name, step_metric)),
+        )
+
+    errors = SimpleNamespace(UsageError=NoKeyError)
+    module = SimpleNamespace(
+        init=init, errors=errors, begun=begun, logged=logged, keys=keys, axes=axes
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_weights_and_biases_get_arguments_and_numbers(wandb):
+    wandb.keys.append("key")
+    track.wandb_sink("project", {"lr": 0.1}, group="g")(3, {"reward": 0.5, "grad_norm": None})
+
+    assert wandb.begun == [{"project": "project", "config": {"lr": 0.1}, "group": "g"}]
+    assert wandb.logged == [({"reward": 0.5}, {"step": 3, "commit": True})]
+
+
+def test_weights_and_biases_get_an_evaluation_at_its_own_step(wandb):
+    """With ``step=1``, W&B would drop it, because step 3 was logged before."""
+    wandb.keys.append("key")
+    sink = track.wandb_sink("project")
+    sink(3, {"step": 3, "reward": 0.5})
+    sink(1, {"step": 1, "time": 7.0, "evaluation": 0.25, "evaluation_failed": 0})
+
+    assert wandb.axes == [("evaluation", "evaluation_step")]
+    numbers = {"evaluation": 0.25, "evaluation_failed": 0, "evaluation_step": 1}
+    assert wandb.logged[1:] == [(numbers, {"commit": False})]
+
+
+def test_weights_and_biases_log_offline_without_a_key(wandb, caplog):
+    track.wandb_sink("project")
+
+    assert wandb.begun == [{"project": "project"}, {"project": "project", "mode": "offline"}]
+    assert "logs offline, into ./wandb, for `wandb sync`: No API key configured" in caplog.text
+    with pytest.raises(NoKeyError):
+        track.wandb_sink("project", mode="online")
 
 
 def test_tensorboard(tmp_path):
@@ -818,3 +1011,44 @@ def test_a_mismatch_that_is_not_finite_is_left_out(tmp_path):
 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["mismatch_kl_mean"] == pytest.approx(0.05)
+
+
+def test_the_lowest_step_is_before_and_the_highest_after_in_whatever_order_they_end(tmp_path):
+    with track.Run(tmp_path) as run:
+        run.log_evaluation(np.int64(10), outcomes(1.0, 0.5))
+        assert (run.summary["eval_before"], run.summary["eval_after"]) == (0.75, None)
+        run.log_evaluation(0, outcomes(0.0, 0.5))
+        run.log_evaluation(5, outcomes(0.5))
+        assert (run.summary["eval_before"], run.summary["eval_after"]) == (0.25, 0.75)
+        assert run.summary["eval_steps"] == [0, 10]
+        with pytest.raises(TypeError):
+            run.log_evaluation(None, outcomes(0.5))
+
+
+def test_a_sink_that_cannot_be_closed_hides_no_error_and_leaves_no_sink_open(tmp_path, capsys):
+    closed = []
+
+    class Sink:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def __call__(self, step, metrics):
+            pass
+
+        def close(self):
+            if self.fails:
+                raise RuntimeError("no connection")
+            closed.append(self)
+
+    with (
+        pytest.raises(KeyError, match="the run's own"),
+        track.Run(tmp_path / "a", sinks=[Sink(True), Sink(False)]),
+    ):
+        raise KeyError("the run's own")
+    with (
+        pytest.raises(RuntimeError, match="no connection"),
+        track.Run(tmp_path / "b", sinks=[Sink(True), Sink(False)]) as run,
+    ):
+        run.finish()
+    assert len(closed) == 2
+    assert capsys.readouterr().err.count("a sink could not be closed") == 2

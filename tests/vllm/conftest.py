@@ -52,7 +52,7 @@ SERVER_ARGS = {
     "enable_prefix_caching": True,
     "block_size": 32,  # a prefix is cached in blocks: short conversations fill some
 }
-CLOSED_EARLY = ("server", "routes_server", "loading_server")
+CLOSED_EARLY = ("server", "routes_server", "loading_server", "two_workers")
 
 
 def pytest_collection_modifyitems(items):
@@ -79,7 +79,9 @@ def pytest_runtest_teardown(item, nextitem):
     """End a shared server when no test needs it any more: it holds up to 2.5 GB."""
     for name in CLOSED_EARLY:
         if name in item.fixturenames and name not in getattr(nextitem, "fixturenames", ()):
-            item.funcargs[name].close()
+            shared = item.funcargs.get(name)  # missing if the test was skipped
+            if shared is not None:
+                shared.close()
 
 
 @pytest.fixture(scope="session")
@@ -305,6 +307,22 @@ def pair(servers_with_faults):
 def lora_server(servers_with_faults):
     """``dense``, with room for adapters of rank 8."""
     return servers_with_faults["lora_server"]
+
+
+@pytest.fixture(scope="session")
+def two_workers(tied_experts):
+    """A server of ``tied_experts`` whose two workers have half of the experts each."""
+    server = serving.serve_vllm(
+        tied_experts,
+        weight_transfer="primerl_faulty",
+        worker_extension_cls="receivers.FaultyReceiver",
+        env={**FAULTY_ENV, "OMP_NUM_THREADS": "1"},
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        **SERVER_ARGS,
+    )
+    with started(server):
+        yield server
 
 
 @pytest.fixture(scope="session")

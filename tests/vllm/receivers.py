@@ -2,6 +2,7 @@
 
 import time
 
+import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from primerl.serving.worker.receiver import BroadcastTransfer, FolderTransfer, WeightReceiver
@@ -29,6 +30,11 @@ class FaultyTransfer(FolderTransfer):
             pairs[one], pairs[two] = pairs[two], pairs[one]
         if self.fault == "half":
             return super()._load(self._half(pairs), expected)
+        if self.fault == "altered expert":
+            pairs["model.layers.1.mlp.experts.3.up_proj.weight"] += 1
+        if self.fault == "expert of nobody":
+            pairs["model.layers.1.mlp.experts.99.up_proj.weight"] = torch.zeros(3)
+            expected = None
         if self.fault == "unreached":  # everything is sent, but the model ignores some of it
             expected = {n: e for n, e in expected.items() if "k_proj" not in n}
             pairs = {n: t for n, t in pairs.items() if n in expected}

@@ -73,6 +73,27 @@ def test_logprobs_are_those_of_a_forward_pass(engine, model, prompts_of, tempera
     assert engine.vocab_size == model.config.vocab_size
 
 
+def test_turns_that_send_what_is_new_are_those_of_the_whole_prompt(engine, model, prompts_of):
+    """Through the middleware that keeps prompts, until the server has forgotten them."""
+    sent = []
+    prompt = prompts_of(1, 40)[0]
+
+    async def play():
+        tokens = list(prompt)
+        for turn in range(4):
+            dispatcher = engine._connected().dispatcher
+            answer = await engine.generate(tokens, P(max_tokens=8), session="turns")
+            check_logprobs(answer.logprobs, expected(model, tokens, answer.token_ids))
+            (known,) = dispatcher._prompts._known["turns"]
+            sent.append(known.held == len(known.text))
+            if turn == 1:
+                known.name = "never kept"  # the server answers 409
+            tokens += [*answer.token_ids.tolist(), *prompt[turn : turn + 3]]
+
+    run(play())
+    assert sent == [True] * 4  # confirmed each time
+
+
 def test_scores_are_those_of_a_forward_pass(engine, model, prompts_of):
     tokens = prompts_of(1, 40)[0]
     scores = run(engine.score(tokens))

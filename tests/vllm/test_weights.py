@@ -5,12 +5,14 @@ Issue 5, Shows 2 and 3.
 
 import contextlib
 import itertools
+import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from forked_ranks import forked_ranks
 from publishing import StoreMeeting, logprobs_of, train
 
 from primerl import models, serving, weights
@@ -161,11 +163,11 @@ def test_a_flipped_bit_in_a_delta_and_a_truncated_file(trainer, disk, tmp_path, 
         data[-1] ^= 1
         path.write_bytes(bytes(data))
 
-    def damaging(folder, manifest):
-        path = folder / manifest.file
-        damaged.append(manifest.kind)
-        flip(path) if manifest.kind == "delta" else os.truncate(path, 1000)
-        return load(folder, manifest)
+    def damaging(receipt):
+        (path,) = disk._folder.glob(f"{receipt.version:08d}.{receipt.kind}.safetensors")
+        damaged.append(receipt.kind)
+        flip(path) if receipt.kind == "delta" else os.truncate(path, 1000)
+        return load(receipt)
 
     monkeypatch.setattr(disk, "_load", damaging)
     with pytest.raises(RuntimeError, match=r"full.safetensors in .*is truncated: 1000 bytes"):
@@ -212,9 +214,9 @@ def other_transfer(trainer):
     switch()
 
 
-def test_broadcast_weights_arrive(trainer, other_transfer):
-    """All of the NCCL path but NCCL: a store of torch carries the bytes."""
-    store = StoreMeeting()
+def test_broadcast_weights_arrive(trainer, other_transfer, tmp_path):
+    """All of the NCCL path but NCCL: a file carries the bytes."""
+    store = StoreMeeting(tmp_path)
     transport = weights.NCCL(
         trainer.model, trainer.engine, connect=store.connect, unique_id=store.unique_id
     )
@@ -223,6 +225,25 @@ def test_broadcast_weights_arrive(trainer, other_transfer):
         assert trainer.error() < CLOSE
         ((worker,),) = receipt.servers.values()
         assert worker["digest"] == receipt.digest
+
+
+def test_weights_that_two_ranks_broadcast_arrive(
+    trainer, faulty_server, other_transfer, root, tmp_path
+):
+    """The worker is in two groups, and receives the layers of both in turns."""
+    version = next(trainer.versions)
+    train(trainer.model, scale=0.05, fraction=1.0, seed=version)
+    trainer.model.save_pretrained(tmp_path / "model")
+    (tmp_path / "tokens.json").write_text(json.dumps(trainer.tokens))
+    program = root / "tests/ranks/broadcasts_to_vllm.py"
+    arguments = [trainer.engine.servers()[0]["url"], faulty_server.api_key, version, tmp_path]
+    done = forked_ranks(program, *arguments, ranks=2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-5000:]
+    receipt, sent = json.loads((tmp_path / "found-0.json").read_text())
+    assert receipt["workers"] == [receipt["digest"]]
+    assert 0 < sent < receipt["bytes"]
+    own = logprobs_of(trainer.model, trainer.tokens)
+    assert (torch.tensor(receipt["scores"]) - own).abs().max() < CLOSE
 
 
 def test_nothing_is_left_in_shared_memory(trainer, disk):

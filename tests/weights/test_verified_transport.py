@@ -7,7 +7,7 @@ import torch
 from copy_engine import CopyEngine
 from random_steps import trained
 
-from primerl import testing, weights
+from primerl import optim, testing, weights
 
 SIZES = {"count": 2, "length": 40, "new_tokens": 4}
 
@@ -160,3 +160,62 @@ def test_the_usual_transport_of_an_engine_in_this_process_is_its_memory():
     assert engine.version == 3
     assert receipt.metrics.keys() == {"publish_s", "publish_bytes"}
     assert receipt.metrics["publish_bytes"] == 0
+
+
+def test_a_version_is_verified_by_wait():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine)
+
+    for version in range(3):
+        pending = transport.start(version)
+        assert worker.told == [(one, True) for one in range(version)]
+        receipt = pending.wait()
+        assert pending.wait() is receipt
+        assert receipt.seconds["verify"] > 0
+        assert receipt.metrics["publish_wait_s"] > receipt.seconds["verify"]
+        trained(model, seed=version, lr=1e-3)
+
+    assert worker.told == [(0, True), (1, True), (2, True)]
+    assert engine.updates == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6, foreach=True),
+        lambda model: optim.Muon(optim.muon_parameters(model), lr=1e-4),
+    ],
+    ids=["fused", "foreach", "muon"],
+)
+def test_weights_that_change_before_wait_are_not_compared(optimizer):
+    model = testing.tiny_model("llama")
+    worker, transport = verified(model, CopyEngine(model))
+    transport.publish(0)
+    pending = transport.start(1)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    optimizer(model).step()
+
+    with pytest.raises(RuntimeError, match=r"changed after start\(1\).* before the optimizer's"):
+        pending.wait()
+    assert worker.told == [(0, True)]
+
+
+def test_a_version_that_fails_beside_training_is_published_again():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine)
+    transport.publish(0)
+    trained(model, seed=1, lr=1e-2)
+    lost = []
+    engine.skip = lambda name: len(engine.updates) == 2 and not lost.append(name)
+
+    with transport:
+        pending = transport.start(1)
+        assert worker.told == [(0, True)]
+
+    assert lost  # the fault happened
+    assert pending.ended
+    assert engine.updates == [0, 1, 1]
+    assert worker.told == [(0, True), (1, False), (1, True)]

@@ -223,6 +223,12 @@ def alive(pid: int) -> bool:
     return True
 
 
+def stopped(pid: int) -> bool:
+    """Check whether a process is stopped by a signal or a debugger; False where unknown."""
+    found = _state_and_parent(pid)
+    return found is not None and found[0] in "Tt"
+
+
 def _state_and_parent(pid: int) -> tuple[str, int] | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

@@ -146,23 +146,25 @@ def share_sparse_context(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _sparse(
-    module: nn.Module,
+    module: Any,
     query: Float[Tensor, "b heads t d"],
-    key: Float[Tensor, "b kv_heads s d"],
-    value: Float[Tensor, "b kv_heads s dv"],
+    key: Float[Tensor, "b _ s dk"],
+    value: Float[Tensor, "b _ s l"],
     attention_mask: Tensor | None,  # noqa: ARG001
     *,
     indices: Int[Tensor, "b t k"],
-    scaling: float | None = None,
+    scaling: float,
     documents: SharedRows | None = None,
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
-    """Sparse attention: each rank gathers all keys and values, and attends for its own rows."""
+    """Sparse attention: each rank gathers all latents, and attends for its own rows."""
     rows = _checked_rows(module, query, key, None, documents, asked)
     q = query[0].transpose(0, 1)
-    k, v = gather_rows(key, value, rows.group)
+    latent, _ = gather_rows(key, value[..., :0], rows.group)  # keys begin with the values
     spans = spans_within(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
-    attended = attend_to_chosen(q, k, v, spans, indices[0], scaling=scaling)
+    attended = attend_to_chosen(
+        *(module, q, latent.squeeze(1), rows.layout, spans, indices[0]), scaling=scaling
+    )
     return attended.unsqueeze(0), None
 
 

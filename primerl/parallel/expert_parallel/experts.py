@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
+from primerl._common.adapters import adapts_experts
 from primerl._common.expert_modules import expert_modules
 from primerl._common.forward_passes import PassTotal, group_ends, has_values
 from primerl._common.optional import require
@@ -68,10 +69,17 @@ def divide_experts(
             ``torch.nn.functional.grouped_mm`` by default.
 
     Raises:
-        ValueError: the model has no such experts, or the number of ranks does not divide their
-            number.
+        ValueError: the model has no such experts, they have adapters, or the number of ranks does
+            not divide their number.
     """
     modules = expert_modules(model)
+    for name, module in model.named_modules():
+        if adapts_experts(module):
+            raise ValueError(
+                f"{name} has an adapter, and experts with adapters can neither be divided over "
+                "ranks nor computed with another matmul: use a mesh with ep=1 and no matmul, or "
+                "leave target_parameters out of peft.LoraConfig"
+            )
     config: Any = getattr(model, "config", None)
     if not modules:
         raise ValueError(

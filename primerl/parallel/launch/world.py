@@ -3,12 +3,9 @@
 import os
 import random
 import signal
-import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,13 +15,15 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from primerl._common.interrupts import StoppedError
+from primerl._common.waiting import Waits, wait_for_first
 from primerl.parallel.host_values import all_sum
+from primerl.parallel.launch.failures import (
+    first_failure,
+    has_failed,
+    is_lost_connection,
+    register,
+)
 from primerl.parallel.launch.stop_signals import StopSignals
-
-FAILURE = "primerl/failure"
-RANK = "primerl/rank/{}"
-TOLD = "primerl/told/{}"
-DYING_S = 2.0
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,6 +38,7 @@ class World:
     device: torch.device
     """The device of this rank."""
     timeout_s: float
+    wait_timeout_s: float
     seed: int | None = None
     _signals: StopSignals = attrs.field(repr=False)
     _connection: ExitStack = attrs.field(factory=ExitStack, init=False, repr=False)
@@ -58,6 +58,7 @@ class World:
         next call does not come within ``grace_s``.
         """
         self._signals.defer()
+        wait_for_first("the end of rank 0's step")
         if bool(all_sum(int(self._signals.received))):
             self._signals.agree()
         return self._signals.agreed
@@ -83,7 +84,11 @@ class World:
 
 
 def process_group(
-    *, timeout_s: float = 1800.0, grace_s: float = 25.0, seed: int | None = None
+    *,
+    timeout_s: float = 1800.0,
+    wait_timeout_s: float = 6 * 3600.0,
+    grace_s: float = 25.0,
+    seed: int | None = None,
 ) -> World:
     """Create the ``World`` of ranks from torchrun's environment, or of one rank without torchrun.
 
@@ -100,8 +105,11 @@ def process_group(
     and child processes are ended. A loop that calls ``World.should_stop`` finishes its step first.
 
     Args:
-        timeout_s: how long ranks wait for each other, in seconds. It must exceed the time that
-            rank 0 spends on rollouts or evaluation while the other ranks wait.
+        timeout_s: how long ranks wait for each other in a collective, in seconds, and how long a
+            rank may give no sign of life.
+        wait_timeout_s: how long the other ranks wait while rank 0 starts servers, takes rollouts,
+            evaluates or records, and for the slowest rank to load or save, in seconds. They wait
+            outside of collectives (``wait_for_first``, ``wait_for_all``).
         grace_s: with several ranks, how soon after SIGTERM ``World.should_stop`` must be called, in
             seconds. Choose less than torchrun's ``--shutdown_timeout`` (30), after which torchrun
             kills the process.
@@ -114,7 +122,8 @@ def process_group(
         RuntimeError: on entering, if a process group already exists; on leaving, if another rank
             failed.
     """
-    for name, seconds in {"timeout_s": timeout_s, "grace_s": grace_s}.items():
+    limits = {"timeout_s": timeout_s, "wait_timeout_s": wait_timeout_s, "grace_s": grace_s}
+    for name, seconds in limits.items():
         if seconds <= 0:
             raise ValueError(f"{name} is {seconds}, expected a number of seconds above 0")
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -134,6 +143,7 @@ def process_group(
         world_size=world_size,
         device=device,
         timeout_s=timeout_s,
+        wait_timeout_s=wait_timeout_s,
         seed=seed,
         signals=StopSignals(grace_s, says=rank == 0),
     )
@@ -155,14 +165,27 @@ def _connected(world: World) -> Iterator[None]:
         raise RuntimeError("a process group already exists; enter parallel.process_group() once")
     timeout = timedelta(seconds=world.timeout_s)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
+    with Waits(
+        store,
+        rank=world.rank,
+        ranks=world.world_size,
+        silent_s=world.timeout_s,
+        timeout_s=world.wait_timeout_s,
+    ) as waits:
+        yield from _in_group(world, store, timeout, waits)
+
+
+def _in_group(world: World, store: dist.Store, timeout: timedelta, waits: Waits) -> Iterator[None]:
+    """Connect the ranks through the store, and handle the failure and exit of each."""
+    wait_for_first("the start of rank 0")
     # Batches are sent from the host, so the group must support CPU tensors as well as CUDA tensors.
     backend = "gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
     )
-    store.set(RANK.format(world.rank), f"{socket.gethostname()} {os.getpid()}")
+    register(store, world.rank)
     signals = world._signals
-    signals.watch(lambda: _has_failed(store))
+    signals.watch(lambda: has_failed(store))
     leaving: SystemExit | None = None
     try:
         try:
@@ -171,12 +194,13 @@ def _connected(world: World) -> Iterator[None]:
             if not signals.agreed:
                 raise
             leaving = error  # all ranks exit, so still wait for them below
+        wait_for_first("the end of rank 0's run")
         dist.all_reduce(torch.zeros(1))  # wait for all ranks, so that they leave together
     except BaseException as error:
         # This rank is ending; torchrun's SIGTERM must not interrupt its cleanup and error message.
         signals.ignore()
-        cause = _first_failure(store, world.rank, error, ranks=world.world_size)
-        if cause is None and _is_lost_connection(error):  # the other rank was told to stop
+        cause = first_failure(store, world.rank, error, ranks=world.world_size, waits=waits)
+        if cause is None and is_lost_connection(error):  # the other rank was told to stop
             raise StoppedError(signal.SIGTERM) from error
         if cause is None:
             raise
@@ -185,93 +209,3 @@ def _connected(world: World) -> Iterator[None]:
         dist.destroy_process_group()
     if leaving is not None:
         raise leaving
-
-
-def _has_failed(store: dist.Store) -> bool:
-    try:
-        return bool(store.check([FAILURE]))
-    except RuntimeError:  # the process that hosts the store has ended
-        return True
-
-
-def _first_failure(
-    store: dist.Store, rank: int, error: BaseException, *, ranks: int = 0
-) -> str | None:
-    """Describe the failure of another rank that stopped this rank.
-
-    Return None if this rank failed first, or if the ranks were told to stop from outside and none
-    has failed. The first rank that fails records its error in the store, which outlives the rank
-    under torchrun.
-    """
-    told = isinstance(error, KeyboardInterrupt)
-    follows = told or _is_lost_connection(error)
-    mine = "" if follows else f"rank {rank} failed: {type(error).__name__}: {error}"
-    killed: list[int] = []
-    outside = False
-    try:
-        if told:
-            store.set(TOLD.format(rank), "")
-        first = store.compare_set(FAILURE, "", mine).decode()
-        if follows and not first:
-            killed = _dead_ranks(store, ranks)
-            outside = not killed and _told_from_outside(store, ranks)
-    except RuntimeError:  # the rank that hosts the store has ended
-        first = ""
-    if outside or (first == mine and not follows):
-        return None
-    if killed:
-        named = " and ".join(f"rank {one}" for one in killed)
-        return f"{named} died without an error, perhaps killed for lack of memory ({error})"
-    return first or (
-        f"{error}; no rank reported an error, so one was probably killed, perhaps for lack of "
-        "memory: see torchrun's report, or the log of each rank"
-    )
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank; torch has no error class for this."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
-    )
-
-
-def _dead_ranks(store: dist.Store, ranks: int) -> list[int]:
-    """Return the ranks on this host whose processes have ended without being told to stop.
-
-    Ranks on other hosts cannot be checked. A killed process loses its connections before it counts
-    as ended, so poll for up to ``DYING_S`` seconds.
-    """
-    processes = _local_processes(store, ranks)
-    deadline = time.monotonic() + DYING_S
-    while True:
-        ended = [rank for rank, pid in processes.items() if _has_ended(pid)]
-        dead = [rank for rank in ended if not store.check([TOLD.format(rank)])]
-        told = store.check([TOLD.format(rank) for rank in range(ranks)]) if ranks else False
-        if dead or told or time.monotonic() > deadline:
-            return dead
-        time.sleep(0.02)
-
-
-def _told_from_outside(store: dist.Store, ranks: int) -> bool:
-    """Whether a rank was told to stop and all ranks are on this host, so that none was killed."""
-    told = any(store.check([TOLD.format(rank)]) for rank in range(ranks))
-    return told and len(_local_processes(store, ranks)) == ranks
-
-
-def _local_processes(store: dist.Store, ranks: int) -> dict[int, int]:
-    """Return the process ids of the ranks on this host, by rank."""
-    processes = {}
-    for rank in range(ranks):
-        if store.check([RANK.format(rank)]):
-            host, pid = store.get(RANK.format(rank)).decode().split()
-            if host == socket.gethostname():
-                processes[rank] = int(pid)
-    return processes
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return Path("/proc/self/stat").exists()  # without /proc, assume that it runs
-    return state in "ZX"  # an ended rank is a zombie until torchrun waits for it

@@ -208,15 +208,48 @@ class Buffer:
             self.first_version = version
         self._retain(lambda one: one.group.versions.max() <= version, "future")
         self._expire(version - self.max_staleness)
-        ready = [one for one in self._finished if not self._provisional(one)]
+        step = self._step(version, self._finished, in_flight=in_flight)
+        if step is None:
+            return None
+        chosen = set(step)
+        self._finished = [one for one in self._finished if one not in chosen]
+        self._reserved = step
+        return [one.group for one in step]
+
+    def would_fill(
+        self, version: PolicyVersion, *, in_flight: Iterable[PolicyVersion] = ()
+    ) -> bool:
+        """Return whether ``take(version)`` would return groups; nothing changes."""
+        oldest = version - self.max_staleness
+        usable = []
+        for one in self._finished:
+            if one.group.versions.max() > version:
+                continue
+            if one.oldest >= oldest:
+                usable.append(one)
+            elif (masked := self._masked(one, oldest)) is not None:
+                usable.append(masked)
+        usable.sort(key=_BY_AGE)
+        return self._step(version, usable, in_flight=in_flight) is not None
+
+    def _step(
+        self,
+        version: PolicyVersion,
+        usable: Sequence[_Finished],
+        *,
+        in_flight: Iterable[PolicyVersion],
+    ) -> list[_Finished] | None:
+        """Choose the groups of one step among those that it may use; None if it has to wait."""
+        ready = [one for one in usable if not self._provisional(one)]
         step = ready[: self.groups_per_step]
         if len(step) < self.groups_per_step:
             return None
-        chosen = set(step)
-        left = [one for one in self._finished if one not in chosen]
         if self.on_stale == "wait":
+            chosen = set(step)
             # Groups in flight, and groups that await verification, may become ready late.
-            behind = [(one.oldest, bool(self._provisional(one))) for one in left]
+            behind = [
+                (one.oldest, bool(self._provisional(one))) for one in usable if one not in chosen
+            ]
             behind += [(oldest, True) for oldest in in_flight]
             if must_wait(
                 behind,
@@ -225,8 +258,7 @@ class Buffer:
                 max_staleness=self.max_staleness,
             ):
                 return None
-        self._finished, self._reserved = left, step
-        return [one.group for one in step]
+        return step
 
     def deliver(self) -> None:
         """Count the reserved groups as trained: they have reached the trainer."""
@@ -260,6 +292,9 @@ class Buffer:
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; groups that were in flight have to be started again.
 
+        Groups with a token of a provisional version are dropped as ``"unverified"``: what engines
+        served under it can no longer be checked.
+
         Raises:
             ValueError: the state was taken with another ``groups_per_step``.
         """
@@ -279,7 +314,12 @@ class Buffer:
         self.verification.restore(state["verification"])
         for content in state["groups"]:
             group = decode_group(content)
-            self._store(group, self.verification.versions_of(group))
+            versions = self.verification.versions_of(group)
+            if self.verification.provisional(versions):
+                self.dropped[UNVERIFIED] += 1
+                self.tokens[UNVERIFIED] += len(group.versions)
+            else:
+                self._store(group, versions)
         self.started = self.trained + self.dropped.total() + self.buffered
 
     def _provisional(self, finished: _Finished) -> set[PolicyVersion]:
@@ -295,13 +335,22 @@ class Buffer:
         expired = [one for one in self._finished if one.oldest < oldest]
         self._finished = [one for one in self._finished if one.oldest >= oldest]
         for one in expired:
-            masks = self.on_stale == "mask_tokens"
-            masked = without_stale_tokens(one.group, oldest) if masks else None
-            if masked is None or oldest_version(masked) is None:
+            masked = self._masked(one, oldest)
+            if masked is None:
                 self.drop("stale", tokens=len(one.group.versions))
             else:
-                self.masked_tokens += len(one.group.versions) - len(masked.versions)
-                self._store(masked, one.versions)  # masked tokens still need verification
+                self.masked_tokens += len(one.group.versions) - len(masked.group.versions)
+                bisect.insort(self._finished, masked, key=_BY_AGE)
+
+    def _masked(self, one: _Finished, oldest: PolicyVersion) -> _Finished | None:
+        """Return a group without its stale tokens; None if nothing of it may be trained."""
+        if self.on_stale != "mask_tokens":
+            return None
+        masked = without_stale_tokens(one.group, oldest)
+        left = None if masked is None else oldest_version(masked)
+        if masked is None or left is None:
+            return None
+        return _Finished(left, masked, one.versions)  # masked tokens still need verification
 
     def _retain(self, keeps: Callable[[_Finished], Any], reason: str) -> None:
         """Drop the finished groups for which ``keeps`` is false."""

@@ -1,10 +1,13 @@
 """The collector: everything that a worker does, apart from its thread or process."""
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
@@ -12,7 +15,12 @@ from primerl.rollout.collection.concurrency import follow_load
 from primerl.rollout.collection.evaluation import evaluate
 from primerl.rollout.collection.groups import cancel_once, wait_until_ended
 from primerl.rollout.collection.scheduler import GroupScheduler
-from primerl.rollout.collection.settings import CollectionSettings, decode_state, encode_state
+from primerl.rollout.collection.settings import (
+    CollectionSettings,
+    EvaluationOptions,
+    decode_state,
+    encode_state,
+)
 from primerl.rollout.collection.stalls import StallTimer, unfillable
 from primerl.rollout.engines.health import EngineHealth
 from primerl.rollout.engines.protocol import Engine
@@ -21,10 +29,12 @@ from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.errors import message
 from primerl.rollout.processes.channel import Channel
 from primerl.rollout.processes.loop_lag import LoopLag
+from primerl.rollout.processes.running_clock import CLOCK
 from primerl.rollout.tasks.streams import TaskStream
 from primerl.types import Group, Outcome, PolicyVersion, SamplingParams
 
 HEARTBEAT_S = 1.0
+VERSION_S = 0.05  # the delay within which an evaluation notices the version that it waits for
 CLOSE_S = 15.0
 
 log = logging.getLogger(__name__)
@@ -73,6 +83,9 @@ class Collector:
         self._ended_delivery = 0  # takes up to this number were delivered or given up
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._evaluated: Counter[str] = Counter()  # rollouts of running evaluations
+        self._evaluation_numbers = itertools.count(1)
+        self._was_evaluating = False  # whether the restored state had an evaluation that ran
+        self._takes = 0  # calls of take that wait
         self._background: list[asyncio.Task[None]] = []
         self.lag = LoopLag()
         self._trainer_wait_s = 0.0
@@ -95,7 +108,9 @@ class Collector:
             following = follow_load(
                 self._engine,
                 self._plan.concurrency,
-                in_flight=lambda: self._scheduler.rollouts_in_flight,
+                in_flight=lambda: (
+                    self._scheduler.rollouts_in_flight + self._scheduler.evaluation_slots.in_flight
+                ),
                 apply=self._scheduler.limit_rollouts,
                 group_size=self._plan.group_size,
             )
@@ -126,6 +141,13 @@ class Collector:
         ``delivery`` is the number of the call. If the trainer gives up a call, before or while
         the call runs, the call reserves no groups.
         """
+        self._takes += 1
+        try:
+            return await self._take(version, delivery)
+        finally:
+            self._takes -= 1
+
+    async def _take(self, version: PolicyVersion, delivery: int) -> list[Group]:
         began = time.monotonic()
         stall = StallTimer(self._plan.timeout_s, self._buffer.dropped.copy())
         self._scheduler.cancel_unusable(version)
@@ -145,6 +167,10 @@ class Collector:
                 )
             await self._scheduler.wait_for_change(min(1.0, self._plan.timeout_s))
         raise RuntimeError("the trainer gave up this take() before its groups were ready")
+
+    def ready(self, version: PolicyVersion) -> bool:
+        """Return whether there are groups for a step now."""
+        return self._buffer.would_fill(version, in_flight=self._scheduler.oldest_versions())
 
     def deliver(self, delivery: int) -> None:
         """Record that the groups that ``take`` returned have reached the trainer."""
@@ -170,28 +196,37 @@ class Collector:
         tasks: Sequence[Task],
         params: SamplingParams,
         engine: Engine | EngineAddress | None,
-        samples: int,
-        keep_errors: bool,
+        options: EvaluationOptions,
     ) -> list[Outcome]:
-        """Play each task ``samples`` times, with one version of the weights."""
+        """Play each task as the options say; return the results in the order of the tasks."""
         evaluated = self._engine if engine is None else self._engines.find(engine)
         health = self._health
+        place: Callable[[], AbstractAsyncContextManager[None]] = (
+            self._scheduler.evaluation_slots.one
+        )
         if evaluated is not self._engine:
             health = EngineHealth(_name(engine, evaluated), timeout_s=self._plan.timeout_s)
+            place = contextlib.nullcontext
         current = asyncio.current_task()
         assert current is not None
         self._evaluations.add(current)
-        self._evaluated["of"] += len(tasks) * samples
+        self._evaluated["of"] += len(tasks) * options.samples
         try:
+            while options.version is not None and evaluated.version < options.version:
+                await self._scheduler.wait_for_change(VERSION_S)
             return await evaluate(
                 self._environment,
                 tasks,
                 evaluated,
                 params,
-                samples=samples,
-                keep_errors=keep_errors,
+                samples=options.samples,
+                keep_errors=options.keep_errors,
+                one_version=options.one_version,
                 retries=self._plan.retries,
                 health=health,
+                timeout_s=self._plan.group_timeout_s,
+                name=f"evaluation-{next(self._evaluation_numbers)}",
+                place=place,
                 on_end=lambda _: self._evaluated.update(ended=1),
             )
         finally:
@@ -203,12 +238,14 @@ class Collector:
 
     def progress(self) -> tuple[str, str]:
         """Return what the trainer waits for, and the progress of that, for the live view."""
-        if self._evaluations:
-            return "evaluating", f"{self._evaluated['ended']}/{self._evaluated['of']} rollouts"
+        evaluated = f"{self._evaluated['ended']}/{self._evaluated['of']} rollouts"
+        if self._evaluations and not self._takes:
+            return "evaluating", evaluated
         buffer = self._buffer
         refused = buffer.refusals.in_a_row
         detail = f"{buffer.ready}/{self._plan.groups_per_step} groups, {buffer.in_flight} in flight"
-        return "rollouts", detail + (f", the last {refused} refused by filters" if refused else "")
+        detail += f", the last {refused} refused by filters" if refused else ""
+        return "rollouts", detail + (f"; evaluation {evaluated}" if self._evaluations else "")
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the start; see ``Worker.stats``."""
@@ -230,15 +267,20 @@ class Collector:
             "rollout_wait_s": self._scheduler.idle_s,
             "loop_lag_p99_s": self.lag.p99_s,
             "loop_lag_max_s": self.lag.max_s,
+            "suspended_s": CLOCK.suspended_s,
         }
 
-    def state(self) -> bytes:
-        """Return the state from which a worker can resume; see ``Worker.state``."""
+    def state(self, evaluating: bool) -> bytes:
+        """Return the state from which a worker can resume; see ``Worker.state``.
+
+        ``evaluating`` is whether the trainer has still to get the results of an evaluation.
+        """
         parts = {
             **self._scheduler.state(),
             "buffer": self._buffer.state(),
             "waits": [self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s],
             "engine_errors": dict(self._health.errors),
+            "evaluating": evaluating,
         }
         return encode_state(self._plan, parts)
 
@@ -251,6 +293,10 @@ class Collector:
         """Record how long the trainer waited for the result of an evaluation."""
         self._evaluation_wait_s += seconds
 
+    def was_evaluating(self) -> bool:
+        """Return whether the restored state had an evaluation whose results were not collected."""
+        return self._was_evaluating
+
     def members(self) -> list[dict[str, Any]]:
         """Return the processes that the environment started."""
         return self._environment.members() if hasattr(self._environment, "members") else []
@@ -261,6 +307,7 @@ class Collector:
             self._buffer.restore(state["buffer"])
             self._scheduler.restore(state)
             self._health.errors.update(state["engine_errors"])
+            self._was_evaluating = state.get("evaluating", False)  # states of 0.1 lack it
             waits = state["waits"]
             self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s = waits
         except (KeyError, TypeError, AttributeError) as error:

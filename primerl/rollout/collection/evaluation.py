@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.errors import located, name_of
 from primerl.rollout.processes.background_loop import BackgroundLoop
-from primerl.types import Group, Outcome, SamplingParams
+from primerl.types import Group, Outcome, PolicyVersion, SamplingParams
 
 CLOSE_S = 15.0  # time in which an environment may close
 _END = object()
@@ -93,11 +94,12 @@ def evaluate_tasks(
             engine,
             params,
             index=index,
+            name=f"evaluation-{engine.version}-{number}",
             retries=retries,
             health=health,
             timeout_s=rollout_timeout_s,
         )
-        for task, index in jobs
+        for number, (task, index) in enumerate(jobs)
     )
     closed = threading.Event()
     playing = loop.submit(_run(outcomes, concurrency, ends, environment, closed))
@@ -123,46 +125,60 @@ async def evaluate(
     *,
     samples: int,
     keep_errors: bool,
+    one_version: bool,
     retries: int,
     health: EngineHealth,
+    timeout_s: float,
+    name: str,
+    place: Callable[[], AbstractAsyncContextManager[None]],
     on_end: Callable[[Any], None],
 ) -> list[Outcome]:
     """Play each task ``samples`` times; return the results in the order of the tasks.
 
-    ``on_end`` is called whenever a rollout has ended.
+    Each rollout is played in a ``place``. ``on_end`` is called whenever a rollout has ended.
 
     Raises:
-        RuntimeError: more than one version of the weights was served.
+        RuntimeError: more than one version of the weights was served, with ``one_version``.
         Exception: the first error of an environment, without ``keep_errors``.
     """
     version = engine.version
-    playing = [
-        asyncio.create_task(
-            evaluate_once(
+
+    async def play(task: Task, index: int, number: int) -> Outcome:
+        async with place():
+            return await evaluate_once(
                 environment,
                 task,
                 engine,
                 params,
                 index=index,
+                name=f"{name}.{number}",
                 retries=retries,
                 health=health,
+                timeout_s=timeout_s,
                 keep_error=keep_errors,
             )
-        )
-        for task in tasks
-        for index in range(samples)
+
+    jobs = [(task, index) for task in tasks for index in range(samples)]
+    playing = [
+        asyncio.create_task(play(task, index, number)) for number, (task, index) in enumerate(jobs)
     ]
     for one in playing:
         one.add_done_callback(on_end)
     outcomes = await results_of(playing)
-    rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
-    versions = {version, *Group(task_id="", rollouts=rollouts).versions.tolist()}
-    if len(versions) > 1:
+    versions = {version, *_bounds(outcomes)}
+    if one_version and len(versions) > 1:
         raise RuntimeError(
             f"weights {sorted(versions)} were served during one evaluation; publish after it "
             "has ended, or pass an engine that is not published to meanwhile (engine=)"
         )
     return outcomes
+
+
+def _bounds(outcomes: Iterable[Outcome]) -> set[PolicyVersion]:
+    """Return the oldest and the newest version of each rollout's tokens to be trained."""
+    rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
+    found = [Group(task_id="", rollouts=[rollout]).versions for rollout in rollouts]
+    return {int(bound) for one in found if len(one) for bound in (one.min(), one.max())}
 
 
 async def evaluate_once(
@@ -172,29 +188,32 @@ async def evaluate_once(
     params: SamplingParams,
     *,
     index: int,
+    name: str,
     retries: int,
     health: EngineHealth,
-    timeout_s: float | None = None,
+    timeout_s: float,
     keep_error: bool = True,
 ) -> Outcome:
     """Play ``task`` once; record an environment's error as the result.
 
+    So is the error of a request that the engine fails while it answers others. The sessions of the
+    rollout are named after ``name``.
+
     Raises:
-        EngineFailed: the engine was given up.
+        EngineFailed: the engine was given up for all requests.
         Exception: the environment's error, without ``keep_error``.
     """
     began = time.monotonic()
     rollout = error = message = None
-    progress = Progress(name=f"evaluation-{engine.version}-{index}")
+    progress = Progress(name=name)
     played = run_rollout(
         environment, task, engine, params, retries=retries, progress=progress, health=health
     )
     try:
         rollout = await finish_by(Deadline(timeout_s, health), played)
-    except EngineFailed:
-        raise
     except Exception as failure:  # an environment's error is a result, too
-        if not keep_error:
+        given_up = isinstance(failure, EngineFailed) and health.reason is not None
+        if given_up or not keep_error:
             raise
         error, message = name_of(failure), located(failure)
     seconds = time.monotonic() - began

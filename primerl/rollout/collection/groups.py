@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from primerl.rollout.engines.observed import ObservedEngine
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, RewardError, Task
 from primerl.rollout.errors import located, name_of
+from primerl.rollout.processes.running_clock import running_time
 from primerl.types import Group, PolicyVersion, Rollout, SamplingParams
 
 FAILED = "failed"
@@ -246,7 +246,7 @@ class Deadline:
 
     def __init__(self, timeout_s: float | None, health: EngineHealth | None) -> None:
         self.timeout_s = timeout_s
-        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._at = None if timeout_s is None else running_time() + timeout_s
         self._health = health
         self._down_s = 0.0 if health is None else health.down_s
 
@@ -270,7 +270,7 @@ class Deadline:
         if self._at is None:
             return None
         down_s = 0.0 if self._health is None else self._health.down_s - self._down_s
-        return self._at + down_s - time.monotonic()
+        return self._at + down_s - running_time()
 
 
 async def finish_by(deadline: Deadline, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -11,6 +11,7 @@ from typing import Any
 
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.counters import Counters
+from primerl.rollout.collection.evaluation_slots import EvaluationSlots
 from primerl.rollout.collection.groups import (
     ENGINE,
     FAILED,
@@ -65,6 +66,13 @@ class GroupScheduler:
         self._in_flight: dict[asyncio.Task[None], tuple[Task, Progress]] = {}
         self._last_failure: GroupFailed | None = None
         self._changed = asyncio.Event()
+        self.evaluation_slots = EvaluationSlots(
+            rollouts_per_step=plan.groups_per_step * plan.group_size,
+            cap=lambda: self.max_rollouts,
+            training=lambda: self.rollouts_in_flight,
+            wait_for_change=self.wait_for_change,
+        )
+        """The places of rollouts of evaluations, which count towards ``max_rollouts``, too."""
 
     @property
     def in_flight(self) -> list["asyncio.Task[None]"]:
@@ -171,8 +179,8 @@ class GroupScheduler:
     def _next_task(self) -> Task | None:
         if self._buffer.verification.newest_rejected:
             return None  # tokens sampled now could not be trained
-        size = self._plan.group_size
-        if self._in_flight and (len(self._in_flight) + 1) * size > self.max_rollouts:
+        wanted = self.rollouts_in_flight + self._plan.group_size + self.evaluation_slots.reserved
+        if self._in_flight and wanted > self.max_rollouts:
             return None
         if not self._buffer.may_start(served=self._engine.version):
             return None

@@ -7,7 +7,7 @@ import attrs
 import msgspec
 
 from primerl.rollout.collection.concurrency import AdaptiveConcurrency
-from primerl.types import SamplingParams
+from primerl.types import PolicyVersion, SamplingParams
 
 STATE_FORMAT = 3
 
@@ -29,6 +29,16 @@ class CollectionSettings:
     timeout_s: float
     await_verification: bool | None = None
     concurrency: AdaptiveConcurrency | None = None
+
+
+@attrs.frozen(kw_only=True)
+class EvaluationOptions:
+    """How an evaluation is played; see ``Worker.start_evaluation`` for the meaning."""
+
+    samples: int
+    keep_errors: bool
+    one_version: bool
+    version: PolicyVersion | None
 
 
 def encode_state(plan: CollectionSettings, parts: Mapping[str, Any]) -> bytes:

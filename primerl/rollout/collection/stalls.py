@@ -5,12 +5,12 @@ refused, too old, too new or failed are not progress, however many there are, so
 trainer waiting past its deadline.
 """
 
-import time
 from collections import Counter
 
 import attrs
 
 from primerl.rollout.collection.buffer import Buffer
+from primerl.rollout.processes.running_clock import running_time
 from primerl.types import PolicyVersion
 
 
@@ -72,14 +72,14 @@ class StallTimer:
     dropped: Counter[str]
     """The buffer's counts of dropped groups at the beginning of the wait."""
     _ready: int = 0
-    _since: float = attrs.Factory(time.monotonic)
+    _since: float = attrs.Factory(running_time)
 
     def update(self, ready: int) -> bool:
         """Record how many groups the step can use; return whether there is time left."""
         if ready > self._ready:
-            self._since = time.monotonic()
+            self._since = running_time()
         self._ready = ready
-        return time.monotonic() - self._since <= self.timeout_s
+        return running_time() - self._since <= self.timeout_s
 
     def describe(self, buffer: Buffer, served: PolicyVersion) -> str:
         """Return what happened to the groups during the wait, for an error message."""

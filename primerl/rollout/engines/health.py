@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 
 from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.errors import summary
+from primerl.rollout.processes.running_clock import running_time
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
@@ -70,7 +70,7 @@ class EngineHealth:
         self.answers = 0
         """Number of answered requests."""
         self.answered_at = -math.inf
-        """Time of the last answer, on the monotonic clock."""
+        """Time of the last answer, on the clock of this process."""
         self.errors: Counter[str] = Counter()
         """Number of failures, by the name of the error."""
         self._timeout_s = timeout_s
@@ -84,7 +84,7 @@ class EngineHealth:
     @property
     def down_s(self) -> float:
         """Total duration of the engine's outages so far, in seconds."""
-        now = 0.0 if self._down_since is None else time.monotonic() - self._down_since
+        now = 0.0 if self._down_since is None else running_time() - self._down_since
         return self._down_s + now
 
     @property
@@ -92,7 +92,7 @@ class EngineHealth:
         """Why the engine is given up, or None."""
         if self._down_since is None or self._failures < MAX_FAILURES:
             return None
-        down_s = time.monotonic() - self._down_since
+        down_s = running_time() - self._down_since
         if down_s <= self._timeout_s:
             return None
         assert self._last is not None
@@ -113,7 +113,7 @@ class EngineHealth:
     def answered(self) -> None:
         """Record an answered request."""
         self.answers += 1
-        self.answered_at = time.monotonic()
+        self.answered_at = running_time()
         self._recovered()
         self._answered.set()
 
@@ -124,7 +124,7 @@ class EngineHealth:
         self._failures += 1
         self._answered.clear()
         if self._down_since is None:
-            self._down_since = time.monotonic()
+            self._down_since = running_time()
         if self._failures == MAX_FAILURES:
             log.warning("the engine (%s) fails: %s; rollouts wait", self.name, summary(error))
 

@@ -1,6 +1,5 @@
 """An engine wrapper for one attempt of a rollout: records completions, and waits during outages."""
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from primerl.rollout.engines.health import (
     is_timeout,
 )
 from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.processes.running_clock import running_time
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
 
@@ -22,7 +22,7 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 class _PendingRequest:
     """A request that has not been answered yet."""
 
-    began: float = attrs.Factory(time.monotonic)
+    began: float = attrs.Factory(running_time)
     failed: bool = False
 
 
@@ -106,7 +106,7 @@ class ObservedEngine:
         """Whether the engine answered nothing during the last half of an open request's time."""
         if self._health is None:
             return False
-        now, last = time.monotonic(), self._health.answered_at
+        now, last = running_time(), self._health.answered_at
         return any(now - last >= (now - call.began) / 2 for call in self._open)
 
     def failed_by_engine(self, error: BaseException) -> bool:

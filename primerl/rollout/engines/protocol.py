@@ -37,8 +37,9 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
-        ``session`` names a conversation, so that an engine with several servers can send its turns
-        to the server that has them cached.
+        ``prompt_ids`` may be a ``TokenSequence``, whose entries are integers, as in a list;
+        ``np.asarray(prompt_ids)`` does not copy it. ``session`` names a conversation, so that an
+        engine with several servers can send its turns to the server that has them cached.
         """
         ...
 

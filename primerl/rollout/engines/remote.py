@@ -22,6 +22,7 @@ import numpy as np
 
 from primerl.rollout.engines.contract import newest_version
 from primerl.rollout.engines.protocol import Engine, RouteStore
+from primerl.rollout.engines.token_sequence import TokenSequence, as_int32
 from primerl.rollout.errors import summary
 from primerl.rollout.processes.channel import Channel
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -52,7 +53,7 @@ class RemoteEngine:
     ) -> Completion:
         """Sample one completion in the parent process; raise what the engine raises there."""
         assert self.channel is not None, "RemoteEngines.find connects it"
-        prompt = np.asarray(prompt_ids, dtype=np.int32)
+        prompt = as_int32(prompt_ids)
         completion: Completion = await self.channel.call(
             "generate", self._index, prompt, params, session
         )
@@ -132,7 +133,8 @@ class EngineHost:
     ) -> Completion:
         """Sample with an engine of this process, on behalf of a child."""
         served = self._served[index]
-        completion = await served.engine.generate(prompt_ids.tolist(), params, session=session)
+        prompt = TokenSequence(prompt_ids)
+        completion = await served.engine.generate(prompt, params, session=session)
         served.report()
         return completion
 

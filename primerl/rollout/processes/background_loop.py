@@ -6,6 +6,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from primerl.rollout.processes.running_clock import RunningLoop
+
 STOP_S = 5.0
 
 
@@ -13,7 +15,7 @@ class BackgroundLoop:
     """An event loop in a thread, which runs coroutines for any thread or other event loop."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = RunningLoop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 

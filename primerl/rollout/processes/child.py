@@ -21,9 +21,10 @@ from typing import Any
 
 from primerl._common.processes import launch
 from primerl._common.processes.launch import LaunchContext
-from primerl._common.processes.supervisor import alive, remove_folder
+from primerl._common.processes.supervisor import alive, remove_folder, stopped
 from primerl.rollout.processes.channel import Channel, ChannelClosed, Handlers
 from primerl.rollout.processes.pickling import load_arguments
+from primerl.rollout.processes.running_clock import RunningLoop
 
 START_S = 120.0
 STOP_S = 10.0
@@ -84,6 +85,11 @@ class Child:
     def alive(self) -> bool:
         """Whether the child is running and can be called."""
         return self.pid is not None and self._serving is not None and not self._serving.done()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the process is stopped by SIGSTOP or a debugger."""
+        return self.pid is not None and stopped(self.pid)
 
     async def start(
         self,
@@ -264,7 +270,8 @@ def run_child(fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     os.set_inheritable(fd, False)
     tempfile.gettempdir()  # caches the folder: an environment may change TMPDIR
-    asyncio.run(_serve(socket.socket(fileno=fd), parent))
+    with asyncio.Runner(loop_factory=RunningLoop) as runner:
+        runner.run(_serve(socket.socket(fileno=fd), parent))
 
 
 async def _serve(sock: socket.socket, parent: int) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from typing import Any
 
 from primerl._common.interrupts import accept_interrupts, interrupt_main_thread
@@ -13,9 +12,11 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineHost, is_portable
 from primerl.rollout.processes.child import Child
 from primerl.rollout.processes.pickling import pickle_arguments
+from primerl.rollout.processes.running_clock import running_time
 
 STOP_S = 20.0
 INTERRUPT_S = 3.0  # before interrupting the trainer, which may get the error from a call instead
+LATE_S = 2.0  # a heartbeat so late is looked into
 BLOCKED_S = 10.0  # an event loop without a heartbeat for this long is ended by force
 
 log = logging.getLogger(__name__)
@@ -30,10 +31,14 @@ class InThread:
     def __init__(self, engine: Engine, arguments: dict[str, Any]) -> None:
         self._collector = Collector(None, engine=engine, **arguments)
 
+    def silence(self) -> tuple[float, float]:
+        """Return the seconds of silence of the event loop, and 0: a thread is not stopped alone."""
+        return running_time() - self._collector.lag.last_heartbeat, 0.0
+
     @property
-    def last_heartbeat(self) -> float:
-        """When the event loop last made progress, on the monotonic clock."""
-        return self._collector.lag.last_heartbeat
+    def held_by(self) -> str:
+        """The code that held the event loop last."""
+        return self._collector.lag.held_by
 
     def members(self) -> list[dict[str, Any]]:
         """Return the worker's processes, without those of the environment: none."""
@@ -85,7 +90,31 @@ class InProcess:
         self.cause_of_death = ""
         self.interrupted = False
         self._death_reported = False
-        self.last_heartbeat = time.monotonic()
+        self._heartbeat_at = self._stopped_at = running_time()
+        self._warned = False
+
+    def silence(self) -> tuple[float, float]:
+        """Return the seconds of silence of the event loop, and of its process being stopped.
+
+        The first number does not count time in which the process was stopped by SIGSTOP or a
+        debugger. The second is 0 unless the process is stopped now.
+        """
+        now, stopped_s = running_time(), 0.0
+        if now - self._heartbeat_at > LATE_S and self._child.stopped:
+            self._stopped_at, stopped_s = now, now - self._heartbeat_at
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s (pid %s) is stopped, by SIGSTOP or a debugger; rollouts wait until it is "
+                    "continued: kill -CONT %s",
+                    *(self._child.name, self._child.pid, self._child.pid),
+                )
+        return now - max(self._heartbeat_at, self._stopped_at), stopped_s
+
+    @property
+    def held_by(self) -> str:
+        """The code that held the event loop: its process has logged it."""
+        return ""
 
     def members(self) -> list[dict[str, Any]]:
         """Return the worker's processes, without those of the environment."""
@@ -138,8 +167,7 @@ class InProcess:
         """Stop collecting; return the last stats, or None if the process has died."""
         for task in self._background:
             task.cancel()
-        blocked = time.monotonic() - self.last_heartbeat > BLOCKED_S
-        if blocked or not self._child.alive:
+        if self.silence()[0] > BLOCKED_S or self._child.stopped or not self._child.alive:
             await self._child.close(grace_s=0)
             return None
         try:
@@ -163,4 +191,4 @@ class InProcess:
         )
 
     def _heartbeat(self) -> None:
-        self.last_heartbeat = time.monotonic()
+        self._heartbeat_at, self._warned = running_time(), False

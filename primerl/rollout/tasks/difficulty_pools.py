@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from primerl.rollout.environments.environment import Task
-from primerl.rollout.tasks.streams import as_task
+from primerl.rollout.tasks.streams import as_task, require_state_of
 from primerl.types import Group
 
 UNSEEN, EASY, MEDIUM, HARD = POOLS = ("unseen", "easy", "medium", "hard")
@@ -148,8 +148,9 @@ class DifficultyPools:
         """Resume from ``state``; tasks that are not in it begin as unseen.
 
         Raises:
-            ValueError: the seed has changed.
+            ValueError: the seed has changed, or the state is that of another kind of stream.
         """
+        require_state_of(self, state, keys=("draws", "rates", "last_drawn"), optional=["seed"])
         if state.get("seed", self._seed) != self._seed:
             raise ValueError(
                 f"the state was taken with seed={state['seed']}, not {self._seed}: other tasks "

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from primerl.rollout.environments.environment import Task
-from primerl.rollout.tasks.streams import TaskStream, as_task_stream
+from primerl.rollout.tasks.streams import TaskStream, as_task_stream, require_state_of
 from primerl.types import Group
 
 
@@ -94,15 +94,20 @@ class Mixture:
         """Resume from ``state``; if the weights have changed, draws are counted anew.
 
         Raises:
-            ValueError: the streams have other names.
+            ValueError: the streams have other names, a stream can't be restored, or the state is
+                that of another kind of stream.
         """
+        require_state_of(self, state, keys=("drawn", "streams"), optional=["weights"])
         if set(state["streams"]) != set(self._streams):
             raise ValueError(
                 f"the state has the streams {sorted(state['streams'])}, but the mixture has "
-                f"{sorted(self._streams)}"
+                f"{sorted(self._streams)}; restore with the same streams, or begin a new mixture"
             )
         for name, stream in self._streams.items():
-            stream.restore(state["streams"][name])
+            try:
+                stream.restore(state["streams"][name])
+            except ValueError as error:
+                raise ValueError(f"the stream {name!r} of the mixture: {error}") from error
         drawn = state["drawn"]
         weights = {name: str(weight) for name, weight in self._weights.items()}
         # Otherwise a stream whose share has grown would be drawn alone until it had caught up.

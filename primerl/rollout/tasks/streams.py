@@ -1,14 +1,17 @@
 """Task streams: the order in which tasks are drawn, with a position that can be restored."""
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
-import msgspec
-
 from primerl.rollout.environments.environment import Task
+from primerl.rollout.tasks.digests import (
+    Digests,
+    digests_of,
+    fingerprint,
+    require_same_digests,
+)
 from primerl.types import Group
 
 _END = object()
@@ -55,16 +58,21 @@ def as_task(row: Any, index: int) -> dict[str, Any]:
     return {**row, "id": str(index if own is None else own)}
 
 
-def fingerprint(row: Any) -> str | None:
-    """Return a digest that identifies a task in a stream's state; None if it can't be encoded.
+def require_state_of(
+    stream: TaskStream, state: Any, *, keys: Iterable[str], optional: Iterable[str] = ()
+) -> None:
+    """Check that a state has the keys that the stream saves.
 
-    The digest is computed from the row as MessagePack, which is the same in every process.
+    Raises:
+        ValueError: it has others, such as those of another kind of stream.
     """
-    try:
-        content = msgspec.msgpack.encode(row, order="deterministic")
-    except (TypeError, ValueError, OverflowError):  # a worker's state could not store it either
-        return None
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+    found = set(state) if isinstance(state, Mapping) else set()
+    if found - set(optional) != set(keys):
+        raise ValueError(
+            f"the state does not fit a stream of the kind {type(stream).__name__}: it has "
+            f"{sorted(found)}, expected {sorted(keys)}; restore with the kind of stream that saved "
+            "it, or begin a new one"
+        )
 
 
 def require_same_task(saved: Mapping[str, Any], row: Any, place: int) -> None:
@@ -130,8 +138,10 @@ class InOrder:
         """Resume from the position in ``state``; the tasks before it are skipped.
 
         Raises:
-            ValueError: there are too few tasks, or the last drawn task is now a different one.
+            ValueError: there are too few tasks, the last drawn task is now a different one, or the
+                state is that of another kind of stream.
         """
+        require_state_of(self, state, keys=("pass", "index"), optional=["last"])
         passes, place = state["pass"], state["index"]
         if self._indexed:
             count = len(self._tasks)
@@ -164,13 +174,17 @@ class InOrder:
 class Shuffled:
     """A task stream in a new random order each pass, determined by ``seed`` and the pass's number.
 
-    Every task is drawn once per pass. Tasks without a length and indices are read into a list.
+    Every task is drawn once per pass. Tasks without a length and indices are read into a list. If
+    the tasks are a list, or have a method ``digests()`` like that of ``data.Conversations``, the
+    state has their digests, and a stream of changed tasks is not restored. Otherwise, only another
+    number of tasks and another last task are recognized.
     """
 
     def __init__(self, tasks: Iterable[Task], *, seed: int) -> None:
         rows: Any = _require_rows(tasks)
         self._tasks: Any = rows if _is_indexed(tasks) else list(rows)
         self._seed = seed
+        self._digests: Digests | None = None
         self._pass = 0
         self._index = 0
         self._order = self._shuffled_order(0)
@@ -190,27 +204,34 @@ class Shuffled:
         """Do nothing: the order is determined by the seed."""
 
     def state(self) -> dict[str, Any]:
-        """Return the completed passes, position, digest of the last task, task count, and seed."""
+        """Return the completed passes, position, last task, task count, seed and digests."""
         return {
             "pass": self._pass,
             "index": self._index,
             "last": fingerprint(self._last()),
             "tasks": len(self._order),
             "seed": self._seed,
+            "digests": self._digests_of_tasks(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from the position in ``state``.
 
         Raises:
-            ValueError: the number of tasks or the seed has changed, which would change the order;
-                or the task that was drawn last is now a different one.
+            ValueError: the tasks or the seed have changed, which would change the order, or the
+                state is that of another kind of stream.
         """
+        keys = ("pass", "index", "tasks", "seed")
+        require_state_of(self, state, keys=keys, optional=["last", "digests"])
         if state["seed"] != self._seed:
             raise ValueError(
                 f"the state was taken with seed={state['seed']}, not {self._seed}: the order "
                 "would differ; restore with the same seed, or begin a new stream"
             )
+        saved = state.get("digests") or []
+        digests = self._digests_of_tasks() if saved else None
+        if digests:
+            require_same_digests(saved, digests)
         if state["tasks"] != len(self._order):
             raise ValueError(
                 f"the state is of {state['tasks']} tasks, but there are {len(self._order)}: "
@@ -218,8 +239,13 @@ class Shuffled:
             )
         self._pass, self._index = state["pass"], state["index"]
         self._order = self._shuffled_order(self._pass)
-        if self._index:
+        if self._index and not digests:
             require_same_task(state, self._last(), self._order[self._index - 1])
+
+    def _digests_of_tasks(self) -> Digests | None:
+        if self._digests is None:
+            self._digests = digests_of(self._tasks)
+        return self._digests
 
     def _last(self) -> Any:
         return self._tasks[self._order[self._index - 1]] if self._index else None

@@ -10,6 +10,7 @@ from primerl.rollout.engines.contract import EngineLimits, check_completion
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.http import Unreachable
 from primerl.serving.client.servers import ServerState
+from primerl.serving.client.session_prompts import SessionPrompt
 from primerl.serving.names import COLLECTIVE_RPC, METRICS
 from primerl.serving.protocol import requests, responses
 from primerl.types import SamplingParams
@@ -47,7 +48,7 @@ async def call_all(
         if isinstance(result, Unreachable):
             fleet.lost(server, str(result))
         elif isinstance(result, TimeoutError):
-            failures.append(f"{server.url} did not answer in time")
+            failures.append(f"{server.url} did not answer within {round(timeout_s, 1):g} s")
         elif isinstance(result, Exception):
             failures.append(str(result) or type(result).__name__)
         elif isinstance(result, BaseException):
@@ -89,7 +90,7 @@ async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str,
 
 async def probe(
     fleet: Fleet,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[np.ndarray],
     *,
     max_new_tokens: int,
     temperatures: Sequence[float],
@@ -98,7 +99,7 @@ async def probe(
     """Have each server score and continue the sequences; see ``VLLMEngine.probe``."""
 
     async def one(
-        server: ServerState, token_ids: Sequence[int], temperature: float
+        server: ServerState, token_ids: np.ndarray, temperature: float
     ) -> dict[str, np.ndarray]:
         # With a fixed seed, servers with the same weights mostly sample the same tokens.
         params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, seed=0)
@@ -111,14 +112,17 @@ async def probe(
             "routes_start": fleet.no_routes(token_ids),
             "priority": requests.FIRST,
         }
-        scored = await fleet.http.complete(
+        prompt = SessionPrompt.alone(token_ids).for_server(server.url)
+        scored, _ = await fleet.http.complete(
             server.url,
-            requests.score_body(token_ids, **how),
+            requests.score_body(**how),
+            prompt=prompt,
             max_bytes=responses.most_bytes(1, scored=len(token_ids)),
         )
-        answer = await fleet.http.complete(
+        answer, _ = await fleet.http.complete(
             server.url,
-            requests.generate_body(token_ids, params, **how),
+            requests.generate_body(params, **how),
+            prompt=prompt,
             max_bytes=responses.most_bytes(max_new_tokens),
         )
         choice = answer.choices[0]

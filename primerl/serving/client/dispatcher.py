@@ -16,10 +16,13 @@ from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.http import (
     BadResponse,
     NotFound,
+    NotKept,
+    Refused,
     ServerFailed,
     Unreachable,
 )
 from primerl.serving.client.servers import ServerState
+from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
 from primerl.serving.names import SERVED_VOCAB_SIZE
 from primerl.serving.protocol import requests, responses
 from primerl.types import Completion, PolicyVersion, SamplingParams
@@ -35,14 +38,17 @@ _UNFINISHED = ("abort", "error", None)  # the server failed, so the request is s
 class _SendAgain(Exception):
     """Signal to send a request again.
 
-    With ``free``, the attempt never reached a server and is not counted. With ``wait``, a pause
-    precedes the next attempt.
+    With ``free``, the attempt never reached an engine and is not counted. With ``wait``, a pause
+    precedes the next attempt. With ``avoid``, another server is preferred.
     """
 
-    def __init__(self, reason: str, *, free: bool = False, wait: bool = True) -> None:
+    def __init__(
+        self, reason: str, *, free: bool = False, wait: bool = True, avoid: bool = True
+    ) -> None:
         super().__init__(reason)
         self.free = free
         self.wait = wait
+        self.avoid = avoid
 
 
 class Dispatcher:
@@ -55,6 +61,7 @@ class Dispatcher:
         store = fleet.settings.routes
         self._recorder = None if store is None else RouteWriter(store)
         self._cache_sources = CacheSources(fleet)
+        self._prompts = SessionPrompts()
         self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
 
@@ -66,40 +73,46 @@ class Dispatcher:
         Raises:
             BadCompletion: the response breaks the contract of engines.
         """
+        with self._prompts.sent(session, prompt) as sent:
+            return await self._generate(sent, params, session)
+
+    async def _generate(
+        self, prompt: SessionPrompt, params: SamplingParams, session: str | None
+    ) -> Completion:
+        length = len(prompt.token_ids)
         max_bytes = responses.most_bytes(params.max_tokens)
         recorder = self._recorder
 
         async def ask(server: ServerState) -> Completion:
             routes_start = expected = None
             if recorder is not None:
-                routes_start = await self._first_route(server, len(prompt), params)
+                routes_start = await self._first_route(server, length, params)
                 known = attrs.evolve(params, routes_start=routes_start)
-                expected = recorder.expect(len(prompt), known)
+                expected = recorder.expect(length, known)
             # No await until the request is sent, so label and adapter describe the same weights.
             label = server.label
             adapter = self._adapter_of(server)
             # The salt names the server's last known weights, so that prefixes cached for other
             # weights are never reused.
             body = requests.generate_body(
-                prompt.tolist(),
                 params,
                 salt=label or "",
                 adapter=adapter,
                 routes_start=routes_start,
             )
-            choice = (await self._attempt(server, body, max_bytes, expected)).choices[0]
+            choice = (await self._attempt(server, prompt, body, max_bytes, expected)).choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _SendAgain(f"{server.url} ended a request with {choice.finish_reason!r}")
             versions = await self._versions(choice, server, adapter)
             completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(server)
             limits = EngineLimits(
-                context_length=self._fleet.context_length or len(prompt) + params.max_tokens,
+                context_length=self._fleet.context_length or length + params.max_tokens,
                 vocab_size=self.vocab_size,
                 oldest=self._fleet.number(label) or 0,
                 newest=self._fleet.newest_version,
             )
-            check_completion(completion, len(prompt), params, limits)
+            check_completion(completion, length, params, limits)
             self._learn(server, versions, label)
             if recorder is None or expected is None:
                 return completion
@@ -108,7 +121,7 @@ class Dispatcher:
         return await self._dispatch(session, ask)
 
     async def score(
-        self, token_ids: list[int], read: Callable[[responses.Response], T], *, top_k: int = 0
+        self, token_ids: np.ndarray, read: Callable[[responses.Response], T], *, top_k: int = 0
     ) -> T:
         """Score a sequence on any server in use, and return ``read(response)``.
 
@@ -116,14 +129,13 @@ class Dispatcher:
         likeliest tokens at each position.
         """
         max_bytes = responses.most_bytes(1, scored=len(token_ids) * (top_k + 1))
+        prompt = SessionPrompt.alone(token_ids)
 
         async def ask(server: ServerState) -> T:
             adapter = self._adapter_of(server)
             routes_start = self._fleet.no_routes(token_ids)
-            body = requests.score_body(
-                token_ids, top_k=top_k, adapter=adapter, routes_start=routes_start
-            )
-            return read(await self._attempt(server, body, max_bytes))
+            body = requests.score_body(top_k=top_k, adapter=adapter, routes_start=routes_start)
+            return read(await self._attempt(server, prompt, body, max_bytes))
 
         return await self._dispatch(None, ask)
 
@@ -151,7 +163,8 @@ class Dispatcher:
                 where = "" if server.url in str(error) else f"{server.url}: "
                 raise BadCompletion(f"{where}{error}") from error
             except _SendAgain as retry:
-                avoid.add(server.url)
+                if retry.avoid:
+                    avoid.add(server.url)
                 if retry.free:
                     continue
                 failures.append(str(retry))
@@ -166,14 +179,16 @@ class Dispatcher:
     async def _attempt(
         self,
         server: ServerState,
+        prompt: SessionPrompt,
         body: Mapping[str, Any],
         max_bytes: int,
         expected: ExpectedRoutes | None = None,
     ) -> responses.Response:
+        fields = prompt.for_server(server.url)
         try:
             async with self._fleet.holding(server):
-                return await self._fleet.http.complete(
-                    server.url, body, max_bytes=max_bytes, extraction=expected
+                response, kept = await self._fleet.http.complete(
+                    server.url, body, prompt=fields, max_bytes=max_bytes, extraction=expected
                 )
         except Unreachable as error:
             self._fleet.lost(server, str(error))
@@ -186,6 +201,14 @@ class Dispatcher:
             # A newer version has replaced the adapter, or the server has lost it.
             await self._fleet.poll(server)
             raise _SendAgain(str(error), wait=False) from error
+        except Refused as error:
+            if fields.whole:
+                raise
+            # The server dropped the prompt or was restarted; or it does not know the protocol, such
+            # as a plain vLLM or a router that took its place, and is not asked to keep it again.
+            if not isinstance(error, NotKept):
+                prompt.name = ""
+            raise _SendAgain(str(error), free=True, wait=False, avoid=False) from error
         except BadResponse as error:
             hint = "" if self._recorder else " (expert routes need VLLMEngine(..., routes=))"
             raise BadCompletion(f"{error}{hint}") from error
@@ -193,6 +216,9 @@ class Dispatcher:
             raise _SendAgain(
                 f"{server.url} was lost while it processed a request", wait=False
             ) from error
+        if kept:
+            prompt.confirm(server.url)
+        return response
 
     def _adapter_of(self, server: ServerState) -> str | None:
         """Return the adapter's name in requests, or None if this engine samples under no adapter.

@@ -5,13 +5,13 @@ import functools
 import os
 import secrets
 import threading
-from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from primerl.rollout.engines.protocol import RouteStore
+from primerl.rollout.engines.token_sequence import as_int32
 from primerl.serving.client.calls import agreed, call_route, probe, read_metrics
 from primerl.serving.client.connection import Connection
 from primerl.serving.client.fleet import Fleet
@@ -43,10 +43,10 @@ class VLLMEngine:
 
     A server is used once it holds weights of this run: those that a transport published
     (``load_weights``), or its own checkpoint after ``adopt``. Requests of a session go to the
-    server that has their prefix cached, unless it is much busier than another server. Other
-    requests go to the least loaded server. When a server dies, its requests are sent to another
-    one. When it returns, the engine that published the latest weights loads them into it before the
-    server is used again.
+    server that has their prefix cached, unless it is much busier than another server; if primerl
+    started that server, they send only the tokens that it does not hold. Other requests go to the
+    least loaded server. When a server dies, its requests are sent to another one. When it returns,
+    the engine that published the latest weights loads them into it before the server is used again.
 
     The engine is ``portable``: it can be pickled, and worker processes hold copies with their own
     connections. Each copy runs its connections in a dedicated thread, so ``generate`` may be
@@ -221,7 +221,7 @@ class VLLMEngine:
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
                 the request took longer than ``request_timeout_s``.
         """
-        prompt = _int64(prompt_ids)
+        prompt = as_int32(prompt_ids)
         await self._learn_context()
         self._check(prompt, params.max_tokens)
         if self.routes is not None and params.routes_start > len(prompt):
@@ -263,17 +263,16 @@ class VLLMEngine:
     async def _scored(
         self,
         token_ids: Sequence[int],
-        read: Callable[[responses.Response, Sequence[int]], T],
+        read: Callable[[responses.Response, np.ndarray], T],
         *,
         top_k: int = 0,
     ) -> T:
-        tokens = _int64(token_ids)
+        tokens = as_int32(token_ids)
         await self._learn_context()
         self._check(tokens, 1)
-        asked = tokens.tolist()
         dispatcher = self._connected().dispatcher
         return await self._request(
-            dispatcher.score(asked, lambda answer: read(answer, asked), top_k=top_k)
+            dispatcher.score(tokens, lambda answer: read(answer, tokens), top_k=top_k)
         )
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
@@ -451,16 +450,15 @@ class VLLMEngine:
             ValueError: a sequence is empty or exceeds the context.
             RuntimeError: a server failed.
         """
-        arrays = [_int64(sequence) for sequence in sequences]
+        arrays = [as_int32(sequence) for sequence in sequences]
         for one in arrays:
             self._check(one, max_new_tokens)
-        tokens = [one.tolist() for one in arrays]
         return self._connected().run(
             lambda fleet: probe(
                 fleet,
-                tokens,
+                arrays,
                 max_new_tokens=max_new_tokens,
-                temperatures=[0.0] * len(tokens) if temperatures is None else temperatures,
+                temperatures=[0.0] * len(arrays) if temperatures is None else temperatures,
                 timeout_s=timeout_s,
             )
         )
@@ -555,16 +553,3 @@ class VLLMEngine:
                     self._members, self._settings, version=self._known_version
                 )
             return self._connection
-
-
-def _int64(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Convert token ids to an array.
-
-    For 131k tokens, no other step of a request takes more time on the caller's event loop.
-    """
-    if isinstance(token_ids, np.ndarray) and np.issubdtype(token_ids.dtype, np.integer):
-        return token_ids.astype(np.int64)
-    try:
-        return np.frombuffer(array("q", list(token_ids)), np.int64)  # faster than numpy.asarray
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"token ids must be integers of at most 64 bits: {error}") from None

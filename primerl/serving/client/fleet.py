@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from primerl.rollout.errors import summary
+from primerl.rollout.processes.running_clock import running_time
 from primerl.serving import names
 from primerl.serving.client.http import (
     Http,
@@ -169,7 +171,7 @@ class Fleet:
         cards = responses.decode(responses.model_cards, content, server.url).data
         return [card.id for card in cards]
 
-    def no_routes(self, token_ids: Sequence[int]) -> int | None:
+    def no_routes(self, token_ids: np.ndarray) -> int | None:
         """Return the ``routes_start`` with which a server sends no expert routes of a prompt."""
         return None if self.settings.routes is None else len(token_ids)
 
@@ -252,12 +254,12 @@ class Fleet:
                 which ``patient()`` was true.
         """
         timeout_s = self.settings.down_timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = running_time() + timeout_s
         while (found := find()) is None:
             if patient():
-                deadline = time.monotonic() + timeout_s
+                deadline = running_time() + timeout_s
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(deadline - running_time()):
                     await self._changed.wait()
             except TimeoutError:
                 raise RuntimeError(

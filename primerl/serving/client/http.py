@@ -14,10 +14,12 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 from uuid import uuid4
 
 import aiohttp
+import attrs
 import msgspec
 
 from primerl.serving import names
 from primerl.serving.protocol import responses
+from primerl.serving.protocol.kept_prompts import HEADER, KEPT, PromptFields
 
 CONNECT_S = 5.0
 KEEP_ALIVE_S = 2.0  # the server closes idle connections after 5 s, perhaps as one is reused
@@ -45,6 +47,10 @@ class NotFound(Refused):
     """A server lacks the endpoint, or the model or adapter that a request names."""
 
 
+class NotKept(Refused):
+    """A server does not hold the prompt that a request continues."""
+
+
 class ServerFailed(RuntimeError):
     """A server failed or is overloaded; the same request may succeed later."""
 
@@ -67,6 +73,14 @@ class Extraction(Protocol):
         ...
 
 
+@attrs.frozen(eq=False)
+class _Answer:
+    """The content and the headers of a response."""
+
+    content: bytes
+    headers: Mapping[str, str]
+
+
 class Http:
     """HTTP client for any number of servers; created and used on one event loop."""
 
@@ -86,7 +100,8 @@ class Http:
 
     async def get(self, url: str, path: str, *, max_bytes: int = SMALL_BYTES) -> bytes:
         """Send a GET request and return the response's content; raises as ``post`` does."""
-        return await self._request(self._kept, "GET", url, path, None, max_bytes)
+        answer = await self._request(self._kept, "GET", url, path, None, max_bytes)
+        return answer.content
 
     async def post(
         self,
@@ -120,35 +135,46 @@ class Http:
         """
         session = self._kept if keep else self._single
         content = b"" if body is None else msgspec.json.encode(body)
-        return await self._request(session, "POST", url, path, content, max_bytes, extraction)
+        answer = await self._request(session, "POST", url, path, content, max_bytes, extraction)
+        return answer.content
 
     async def complete(
         self,
         url: str,
         body: Mapping[str, Any],
         *,
+        prompt: PromptFields,
         max_bytes: int,
         extraction: Extraction | None = None,
-    ) -> responses.Response:
-        """Send a completion request and return the response, without what ``extraction`` takes.
+    ) -> tuple[responses.Response, bool]:
+        """Send a completion request; return the response, and whether the server keeps the prompt.
 
-        Also raises as ``post`` does.
+        The response is without what ``extraction`` takes. Also raises as ``post`` does.
 
         Raises:
             BadCompletion: the response does not match vLLM's schema, or answers another request.
         """
         request_id = uuid4().hex
-        body = {"request_id": request_id, **body}
-        content = await self.post(
-            url, names.GENERATE, body, keep=True, max_bytes=max_bytes, extraction=extraction
-        )
-        return responses.read_response(
+        content = msgspec.json.encode({"request_id": request_id, **prompt.fields, **body})
+        headers = {HEADER: prompt.header} if prompt.header else None
+        answer = await self._request(
+            self._kept,
+            "POST",
+            url,
+            names.GENERATE,
             content,
+            max_bytes,
+            extraction,
+            headers=headers,
+        )
+        response = responses.read_response(
+            answer.content,
             url,
             request_id=request_id,
-            prompt_length=len(body["token_ids"]),
+            prompt_length=prompt.length,
             adapter=body.get("model"),
         )
+        return response, answer.headers.get(HEADER) == KEPT
 
     async def close(self) -> None:
         """Close all connections."""
@@ -164,12 +190,14 @@ class Http:
         body: bytes | None,
         max_bytes: int,
         extraction: Extraction | None = None,
-    ) -> bytes:
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> _Answer:
         most_bytes = max_bytes + (0 if extraction is None else extraction.most_bytes)
         where = f"{url}{path.partition('?')[0]}"
         try:
             async with session.request(
-                method, url + path, data=body, allow_redirects=False
+                method, url + path, data=body, headers=headers, allow_redirects=False
             ) as response:
                 if not 200 <= response.status < 300:
                     _raise_error(where, response.status, await _read(response, ERROR_BYTES))
@@ -189,7 +217,7 @@ class Http:
             raise RuntimeError(f"{url} is not an HTTP server: {error}") from None
         if declared > most_bytes or len(content) > max_bytes:
             raise BadResponse(f"{where} sent more than the expected {most_bytes:,} bytes")
-        return content
+        return _Answer(content, response.headers)
 
 
 async def _read(
@@ -215,6 +243,8 @@ def _raise_error(where: str, status: int, content: bytes) -> NoReturn:
         raise RuntimeError(what)  # the endpoint is disabled, whatever the request is
     if status == HTTPStatus.NOT_FOUND:
         raise NotFound(what)
+    if status == HTTPStatus.CONFLICT:
+        raise NotKept(what)
     raise Refused(what)
 
 

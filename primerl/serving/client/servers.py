@@ -5,11 +5,11 @@ This module does no I/O. ``Fleet`` and its callers report to it what they learn 
 
 import bisect
 import hashlib
-import time
 from collections.abc import Collection, Iterable, Iterator
 
 import attrs
 
+from primerl.rollout.processes.running_clock import running_time
 from primerl.types import PolicyVersion
 
 # A session moves when its server has more than OVERLOAD times the least load plus SPARE requests.
@@ -37,12 +37,12 @@ class ServerState:
     """Whether the server failed to load weights, so that its reported version is not trusted."""
 
     lost_at: float | None = None
-    """When the server was lost, by the monotonic clock."""
+    """When the server was lost, by the clock of this process."""
 
     @property
     def lost_s(self) -> float:
         """Seconds since the server was lost; 0 while it is alive."""
-        return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
+        return 0.0 if self.lost_at is None else running_time() - self.lost_at
 
     def describe(self) -> str:
         """Describe the server's state, for messages."""
@@ -133,7 +133,7 @@ class KnownServers:
     def lost(self, server: ServerState, error: str) -> None:
         """Record that a server can't be reached; its weights are unknown until it returns."""
         server.alive, server.version, server.label, server.error = False, None, None, error
-        server.lost_at = server.lost_at or time.monotonic()
+        server.lost_at = server.lost_at or running_time()
 
     def learn_publication(self, version: PolicyVersion) -> None:
         """Record that ``version`` was published."""

@@ -1,6 +1,5 @@
 """Request bodies for vLLM's token-in, token-out endpoint."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from primerl.types import SamplingParams
@@ -10,7 +9,6 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises lower temperatures to this
 
 
 def generate_body(
-    prompt: Sequence[int],
     params: SamplingParams,
     *,
     salt: str,
@@ -18,10 +16,11 @@ def generate_body(
     routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
-    """Return a request for one completion, ended only by ``max_tokens`` or a stop token.
+    """Return a request for one completion, without its prompt.
+
+    Only ``max_tokens`` or a stop token ends the completion.
 
     Args:
-        prompt: token ids.
         params: the sampling parameters.
         salt: prefixes are reused only among requests with the same salt.
         adapter: the server's name of the adapter to sample under, None for the server's own
@@ -46,13 +45,12 @@ def generate_body(
         sampling["seed"] = params.seed
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
-    body = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+    body: dict[str, Any] = {"sampling_params": sampling, "cache_salt": salt}
     body |= {} if adapter is None else {"model": adapter}
     return body | ({"priority": priority} if priority else {})
 
 
 def score_body(
-    token_ids: Sequence[int],
     *,
     top_k: int = 0,
     salt: str | None = None,
@@ -60,7 +58,7 @@ def score_body(
     routes_start: int | None = None,
     priority: int = 0,
 ) -> dict[str, Any]:
-    """Return a request for the logprobs of a prompt's tokens.
+    """Return a request for the logprobs of a prompt's tokens, without the prompt.
 
     vLLM does not read its prefix cache for them, but it caches the prompt for later requests with
     the same ``salt``. With ``top_k``, the response also has the logprobs of the likeliest tokens at
@@ -69,7 +67,7 @@ def score_body(
     sampling = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k, "detokenize": False}
     if routes_start is not None:
         sampling["routed_experts_prompt_start"] = routes_start
-    body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling}
+    body: dict[str, Any] = {"sampling_params": sampling}
     body |= {} if salt is None else {"cache_salt": salt}
     body |= {} if adapter is None else {"model": adapter}
     return body | ({"priority": priority} if priority else {})

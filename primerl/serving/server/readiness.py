@@ -23,7 +23,7 @@ _CAUSES = {
         "the KV cache is too small: lower max_model_len, or raise gpu_memory_utilization, or, on a "
         "CPU, VLLM_CPU_KVCACHE_SPACE (GiB) in the environment"
     ),
-    r"Free memory on device .* is less than desired|CUDA out of memory|OutOfMemoryError": (
+    r"Free memory on device .{,200} is less than desired|CUDA out of memory|OutOfMemoryError": (
         "the device is out of memory: lower gpu_memory_utilization, or free memory"
     ),
     r"Model Runner V2 requires Triton\.": (  # not "...; using the V1 model runner instead"
@@ -35,7 +35,9 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([0-9]{3})[ \r\n]")
 _ANY_STATUS = range(100, 600)
 _REFUSED = re.compile(r"error: (?:argument|unrecognized|the following|ambiguous|invalid).*")
 _INVALID = re.compile(r"^.*\bValue error, (.+?)(?: \[type=.*)?$", re.MULTILINE)
-_RAISED = re.compile(r"\b(\w+(?:\.\w+)*(?:Error|Exception)): (\S.*)")
+# A run of names and dots, and the message. Matching from each name of the run, rather than from its
+# beginning, would take quadratic time.
+_RAISED = re.compile(r"(?<![\w.])([\w.]++)(?:(?<=\wError)|(?<=\wException)): (\S.*)")
 _ADDRESS_IN_USE = "Address already in use"
 # Texts of exceptions that only follow from another error, and of warnings.
 _NOT_CAUSES = (
@@ -164,9 +166,16 @@ def cause_of(log: str) -> str | None:
         return f"vLLM refuses an argument: {refused[0][len('error: ') :]}"
     if invalid := _INVALID.search(log):
         return f"vLLM refuses its arguments: {invalid[1]}"
-    raised = [f"{kind}: {text}" for kind, text in _RAISED.findall(log)]
+    raised = exceptions_in(log)
     roots = [one for one in raised if not any(word in one for word in _NOT_CAUSES)]
     return roots[-1] if roots else None
+
+
+def exceptions_in(log: str) -> list[str]:
+    """Return the exceptions in a log, each as ``Name: message``."""
+    return [
+        f"{run.rpartition('..')[2].removeprefix('.')}: {text}" for run, text in _RAISED.findall(log)
+    ]
 
 
 def log_tail(log_path: Path, *, lines: int = TAIL_LINES, start: int = 0) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
-from primerl.weights.transports.broadcast_group import in_thread
+from primerl._common.threads import in_thread
 
 GRACE_S = 0.005  # how long a call may block vLLM's engine
 

@@ -7,6 +7,7 @@ Runs inside vLLM's processes and depends on vLLM's internals; written against vL
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,19 +31,25 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from primerl._common.digests import TensorDigest, digest_of, digest_of_all
+from primerl._common.digests import TensorDigest
+from primerl._common.threads import in_thread, thread_count
 from primerl.serving.names import FOLDER_BACKEND, NCCL_BACKEND
+from primerl.serving.worker.checked_loading import LoadedTensors, load_checked
 from primerl.serving.worker.loaded_adapters import HeldAdapters
 from primerl.serving.worker.preparation import GRACE_S, Preparation
 from primerl.serving.worker.reload_refusals import reload_refusal
-from primerl.serving.worker.tensors_in_use import ServedTensors, served_names, tied_parameters
-from primerl.serving.worker.tracked_tensors import TrackedTensors
+from primerl.serving.worker.tensors_in_use import (
+    ServedTensors,
+    needed_here,
+    served_names,
+    tied_parameters,
+)
 from primerl.weights.transports.broadcast_group import (
     Communicator,
     Membership,
+    as_bytes,
     connect_nccl,
     connected,
-    in_thread,
     join_group,
 )
 from primerl.weights.transports.folder_reader import FolderReader
@@ -66,15 +73,18 @@ class FolderUpdate(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastUpdate(WeightTransferUpdateInfo):
-    """Message that lists the tensors to be broadcast, in order, and the group to join."""
+    """Message that lists the tensors to be broadcast, in order, and the groups to join."""
 
     version: int
-    address: str
-    port: int
-    group: str
+    key: str
+    """Identifies the groups, which are all formed anew together."""
+    stores: list[tuple[str, int]]
+    """Address and port of the rendezvous of each sender's group."""
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+    groups: list[int]
+    """For each tensor, the index in ``stores`` of the group in which it is broadcast."""
 
 
 class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
@@ -88,6 +98,11 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         # counts once.
         self._needed = {name for name, _ in self.model.named_parameters()}
         self._tied = tied_parameters(self.model)
+        self._needs = needed_here(self.model)
+        workers = self.parallel_config.local_world_size * max(
+            1, self.parallel_config.data_parallel_size_local
+        )
+        self._threads = thread_count(processes=workers)
         self._half_loaded = False
         self._prepare_s = 0.0
         self.preparation = Preparation()
@@ -122,41 +137,39 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     ) -> dict[str, Any]:
         """Load tensors into the model; return a receipt of the tensors and their effect.
 
-        If ``expected`` is None, the trainer compares the receipt's digest with the tensors it sent.
+        The receipt's digest is that of the used tensors' own bytes and of the other tensors'
+        ``expected`` digests. If ``expected`` is None, it is that of all tensors' bytes, and the
+        trainer compares it with the tensors it sent.
         """
-        taken: dict[str, TensorDigest] = {}
-
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in tensors:
-                taken[name] = digest_of(tensor)
-                yield name, tensor
-
-        tracked = TrackedTensors(noted())
-        loaded = self.model.load_weights(tracked)
-        expected = taken if expected is None else expected
+        loaded = load_checked(
+            self.model.load_weights,
+            tensors,
+            expected=expected,
+            threads=self._threads,
+            needs=self._needs,
+        )
         receipt = {
-            "digest": digest_of_all(taken),
-            "tensors": len(taken),
-            "missing": sorted(expected.keys() - taken.keys()),
-            "unexpected": sorted(taken.keys() - expected.keys()),
-            "differing": sorted(n for n in taken.keys() & expected if taken[n] != expected[n]),
-            "unreached": self._unreached(loaded),
+            **loaded.compare(expected),
+            "unreached": self._unreached(loaded.returned),
         }
         faults = {k: v for k, v in receipt.items() if isinstance(v, list) and v}
         if faults:
             raise RuntimeError(f"the loaded weights differ from the published ones: {faults}")
         # Ignored tensors are not a fault here, because other ranks may use them.
-        return {**receipt, "ignored": self._ignored(tracked.ignored, taken)}
+        return {**receipt, "ignored": self._ignored(loaded)}
 
-    def _ignored(self, unused: list[str], taken: Iterable[str]) -> list[str]:
-        """Return the tensors that this worker did not use, or that a tied tensor overrides."""
-        if self.parallel_config.enable_expert_parallel:  # other workers may have the other experts
-            unused = [name for name in unused if ".experts." not in name]
-        served = served_names(self.model, taken)
+    def _ignored(self, loaded: LoadedTensors) -> list[str]:
+        """Return the tensors that this worker did not use, or that a tied tensor overrides.
+
+        Experts of other workers are not among them. An expert that no worker uses is found all the
+        same, because each worker checks that all experts that it holds were loaded.
+        """
+        unused = set(loaded.ignored)
+        served = served_names(self.model, loaded.digests) if self._tied else {}
         for names in self._tied:
             several = [served[name] for name in names if name in served]
-            unused = unused + several[1:]
-        return sorted(set(unused))
+            unused.update(several[1:])
+        return sorted(unused)
 
     def _unreached(self, loaded: set[str] | None) -> list[str]:
         """Return the model's parameters that no tensor was loaded into, as far as vLLM knows."""
@@ -166,7 +179,11 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         for name, module in self.model.named_modules():
             info = get_layerwise_info(module)
             # A vocabulary's padding is never loaded.
-            incomplete = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            # Nothing is loaded into a tied head, for example; but all experts are published.
+            begun = info.load_numel > 0 or isinstance(module, RoutedExperts)
+            incomplete = (
+                info.can_load() and begun and info.load_numel < (info.load_numel_total or 0)
+            )
             if incomplete and not isinstance(module, VocabParallelEmbedding):
                 unreached.add(f"{name} ({info.load_numel} of {info.load_numel_total})")
         return sorted(unreached)
@@ -235,8 +252,8 @@ class FolderTransfer(LayerwiseTransfer):
         folder = Path(update.folder)
         if self._reader is None or self._reader.folder != folder:
             self.shutdown()
-            self._reader = FolderReader(folder)
-        self._reader.fetch(update.version)
+            self._reader = FolderReader(folder, threads=self._threads)
+        self._reader.fetch(update.version, needs=self._needs)
 
     def _receive(self, update: FolderUpdate) -> dict[str, Any]:
         if self._reader is None:
@@ -266,39 +283,46 @@ class BroadcastTransfer(LayerwiseTransfer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._group: str | None = None
-        self._communicator: Communicator | None = None
+        self._key: str | None = None
+        self._communicators: list[Communicator] = []
 
     def _connect(self, place: Membership) -> Communicator:
         return connect_nccl(place, self.device)
 
     def _fetch(self, update: BroadcastUpdate) -> None:
-        """Join the trainer's NCCL group, unless this worker is already a member."""
-        if self._group != update.group:
-            self.shutdown()
-            place = join_group(update.address, update.port, timeout_s=_JOIN_S)
-            joining = in_thread(lambda: self._connect(place))
-            self._communicator = connected(joining, to="the trainer", timeout_s=_JOIN_S)
-            self._group = update.group
+        """Join the senders' NCCL groups, unless this worker is already a member.
+
+        All workers join the groups in the same order, so that none waits in one group for a worker
+        that waits in another.
+        """
+        if self._key == update.key:
+            return
+        self.shutdown()
+        for address, port in update.stores:
+            place = join_group(address, port, timeout_s=_JOIN_S)
+            joining = in_thread(functools.partial(self._connect, place))
+            self._communicators.append(connected(joining, to="the trainer", timeout_s=_JOIN_S))
+        self._key = update.key
 
     def _receive(self, update: BroadcastUpdate) -> dict[str, Any]:
-        communicator = self._communicator
-        if communicator is None:
+        if self._key != update.key:
             raise RuntimeError("prepare_weights was not called before update_weights")
 
         def received() -> Iterator[tuple[str, Tensor]]:
-            for name, dtype, shape in zip(update.names, update.dtypes, update.shapes, strict=True):
+            for name, dtype, shape, group in zip(
+                update.names, update.dtypes, update.shapes, update.groups, strict=True
+            ):
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                communicator.broadcast(tensor, src=0)
+                self._communicators[group].broadcast(as_bytes(tensor), src=0)
                 yield name, tensor
 
         return self._load(received(), None)
 
     def shutdown(self) -> None:
-        """Leave the trainer's NCCL group."""
-        if self._communicator is not None:
-            self._communicator.destroy()
-            self._communicator = self._group = None
+        """Leave the senders' NCCL groups."""
+        self._key = None
+        while self._communicators:
+            self._communicators.pop().destroy()
 
 
 def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:

@@ -11,7 +11,8 @@ tensors that are published as one, and experts divided over ranks. The trainer r
 tensors were compared.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,17 +42,24 @@ from primerl.weights.verification.served_tensors import (
 )
 
 COLUMNS = 16  # read from a packed layer at each check
+_EXPERT = re.compile(r"(.*?\.experts)\.(\d+)\.")
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
 def served_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map vLLM's names of tensors, before it merges layers, to the published names."""
+    served_name = _name_mapping(model)
+    served = {served_name(name): name for name in names}
+    return {name: published for name, published in served.items() if name is not None}
+
+
+def _name_mapping(model: nn.Module) -> Callable[[str], str | None]:
+    """Return the function from a published name to vLLM's name, before it merges layers."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
-        return {name: name for name in names}
-    mapper = replace(mapper, orig_to_new_stacked={})
-    served = {mapper.map_name(name): name for name in names}
-    return {name: published for name, published in served.items() if name is not None}
+        return lambda name: name
+    mapping: Callable[[str], str | None] = replace(mapper, orig_to_new_stacked={}).map_name
+    return mapping
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -60,6 +68,27 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def needed_here(model: nn.Module) -> Callable[[str], bool]:
+    """Return a function from a published name to whether this worker needs the tensor.
+
+    It needs all but the experts that vLLM gave to other workers of the server.
+    """
+    elsewhere: set[tuple[str, int]] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            base = without_adapters(name).removesuffix(".routed_experts")
+            own = module.expert_map_manager.get_local_expert_ids()
+            others = set(range(module.global_num_experts)).difference(own)
+            elsewhere |= {(base, index) for index in others}
+    served_name = _name_mapping(model)
+
+    def needed(published: str) -> bool:
+        found = _EXPERT.match(served_name(published) or "") if elsewhere else None
+        return found is None or (found[1], int(found[2])) not in elsewhere
+
+    return needed
 
 
 def without_adapters(path: str) -> str:

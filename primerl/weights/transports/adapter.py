@@ -1,5 +1,6 @@
 """``Adapter``, a transport of a low-rank adapter to servers that have the base model."""
 
+import operator
 import os
 import secrets
 import shutil
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from primerl._common.adapters import (
     adapter_config,
     adapter_tensors,
-    require_servable,
     saved_part,
     write_adapter,
 )
@@ -24,6 +24,7 @@ from primerl._common.digests import digest_of, digest_of_all
 from primerl._common.files import saved_folder
 from primerl._common.ranks import is_first_rank, on_first_rank_gathering
 from primerl._common.shared_folder import SharedFolder
+from primerl._common.supported_adapters import require_servable
 from primerl.weights.transports.receipts import (
     Fetcher,
     Receipt,
@@ -31,11 +32,12 @@ from primerl.weights.transports.receipts import (
     check_receipts,
     on_all_ranks,
 )
+from primerl.weights.transports.transport import Transport
 
 REQUEST_S = 600.0  # the assumed timeout of requests, for engines that don't have the attribute
 
 
-class Adapter:
+class Adapter(Transport):
     """A transport that publishes only a low-rank adapter (LoRA, arXiv:2106.09685) of a model.
 
         with serving.serve_vllm(folder, enable_lora=True, max_lora_rank=16) as server:
@@ -99,6 +101,7 @@ class Adapter:
                 adapter. That server keeps its old version.
             ValueError: the model also trains parameters that do not belong to the adapter.
         """
+        version = operator.index(version)  # a numpy integer is not JSON
         require_servable(self._model, self.adapter)
         tensors = adapter_tensors(self._model, self.adapter)
         receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)

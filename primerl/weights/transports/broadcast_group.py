@@ -1,8 +1,7 @@
-"""Formation of an NCCL group of the trainer and its engines' workers, through a TCP store."""
+"""Formation of an NCCL group of one rank of a trainer and the engines' workers."""
 
+import ipaddress
 import socket
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from primerl._common.digests import flat
 from primerl._common.optional import require
 
 T = TypeVar("T")
@@ -40,20 +40,30 @@ class Membership:
 
 
 class Rendezvous:
-    """A TCP store on the trainer's host that assigns ranks to workers.
+    """A TCP store on a sender's host that assigns ranks to workers.
 
     Args:
-        address: the trainer's address, as workers reach it; the store listens on no other address.
-        world_size: the number of workers, plus 1 for the trainer, which is rank 0.
+        address: the sender's address, as workers reach it; the store listens on no other address.
+        world_size: the number of workers, plus 1 for the sender, which is rank 0.
         unique_id: the id of the NCCL group.
         timeout_s: the timeout of the store's operations.
+
+    Raises:
+        OSError: this host does not have the address.
     """
 
     def __init__(
         self, address: str, *, world_size: int, unique_id: bytes, timeout_s: float
     ) -> None:
+        self.membership = Membership(0, world_size, unique_id)
         with socket.socket() as listener:
-            listener.bind((address, 0))
+            try:
+                listener.bind((address, 0))
+            except OSError as error:
+                raise OSError(
+                    f"{address} is not an address of this host, {socket.gethostname()} ({error}); "
+                    "pass address=, this host's address as the servers' workers reach it"
+                ) from error
             listener.listen()
             self.address, self.port = listener.getsockname()
             self._store = TCPStore(
@@ -66,7 +76,37 @@ class Rendezvous:
             )
         self._store.set("unique_id", unique_id.hex())
         self._store.set("world_size", str(world_size))
-        self._store.add("ranks", 1)  # the trainer's
+        self._store.add("ranks", 1)  # the sender's
+
+
+def address_towards(host: str, *, first_host: str) -> str:
+    """Return this host's address on the interface through which it reaches ``host``.
+
+    It is the local address of a UDP socket that is connected to ``host``; nothing is sent.
+
+    Args:
+        host: the name or address of a server's host.
+        first_host: the name of rank 0's host, of which the trainer knows that it reaches ``host``.
+
+    Raises:
+        OSError: there is no address of that name, or no route to it.
+        ValueError: ``host`` is rank 0's loopback address, and this is another host.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # any port, because connecting sends nothing
+        except OSError as error:
+            raise OSError(
+                f"this host has no route to the server at {host} ({error}); pass address=, this "
+                "host's address as the servers' workers reach it"
+            ) from error
+        address: str = probe.getsockname()[0]
+    if ipaddress.ip_address(address).is_loopback and socket.gethostname() != first_host:
+        raise ValueError(
+            f"the servers listen on {host} of rank 0's host {first_host}, which gives no address "
+            f"at which their workers reach {socket.gethostname()}; pass address= there"
+        )
+    return address
 
 
 def join_group(address: str, port: int, *, timeout_s: float) -> Membership:
@@ -111,20 +151,6 @@ def connect_nccl(place: Membership, device: torch.device) -> Communicator:
     return found
 
 
-def in_thread(call: Callable[[], T]) -> "Future[T]":
-    """Run a call in a dedicated daemon thread, because it may never return; return its future."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # raised by result(), in the caller's thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="primerl-weights").start()
-    return outcome
-
-
 def connected(connecting: "Future[Communicator]", *, to: str, timeout_s: float) -> Communicator:
     """Wait for a communicator that connects in a thread; ``to`` names its peers in the error.
 
@@ -134,3 +160,11 @@ def connected(connecting: "Future[Communicator]", *, to: str, timeout_s: float) 
     if not wait([connecting], timeout_s).done:
         raise RuntimeError(f"connecting to {to} by NCCL took longer than {timeout_s:g} s")
     return connecting.result()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, ``uint8[n]``, because NCCL does not know all dtypes.
+
+    They are a view if the tensor is contiguous, and otherwise a copy.
+    """
+    return flat(tensor).view(torch.uint8)

@@ -1,19 +1,43 @@
 """``Disk``, a transport through a folder that the trainer and the engines share."""
 
+import operator
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
-from primerl._common.ranks import is_first_rank, on_first_rank_gathering
+from primerl._common.checkpoint_tensors import (
+    Quantizer,
+    TensorLayout,
+    checkpoint_layout,
+    distinct_tensors,
+    gathered_layers,
+    layer_for_checkpoint,
+    sized_layers,
+)
+from primerl._common.digests import digest_of_all
+from primerl._common.host_memory import HostMemory
+from primerl._common.owned_layers import OwnedLayers
+from primerl._common.progress import report
+from primerl._common.ranks import (
+    gloo_group,
+    is_first_rank,
+    on_every_rank,
+    on_every_rank_gathering,
+    on_first_rank,
+)
 from primerl._common.shared_folder import shared_memory
-from primerl.weights.transports.publications import DELTA, PublicationManifest, manifest_path
+from primerl._common.supported_adapters import refuse_unsupported_adapters
+from primerl._common.threads import in_thread, thread_count
+from primerl.weights.transports.folder_reader import timeout_of
+from primerl.weights.transports.publications import DELTA, FULL
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import (
     Fetcher,
@@ -22,13 +46,26 @@ from primerl.weights.transports.receipts import (
     check_receipts,
     on_all_ranks,
 )
+from primerl.weights.transports.transport import PendingPublication, Transport
+from primerl.weights.transports.written_parts import (
+    WrittenPart,
+    part_name,
+    parts_of,
+    ranks_that_see,
+    remove_parts,
+)
+
+_LEAST_LOAD_S = 600.0
 
 
-class Disk:
+class Disk(Transport):
     """A transport that publishes a model's weights through a folder, local or on a network.
 
         transport = weights.Disk(model, engine, folder="/shared/run/weights", encoding="delta")
         receipt = transport.publish(version=1)
+
+    ``start`` publishes beside training: it gathers the weights into host memory, and a thread of
+    each rank encodes, writes and loads them.
 
     Each version is a safetensors file and a manifest of digests, visible once it is complete. With
     ``encoding="delta"``, only the 16-bit words that changed are sent, without loss. Each host keeps
@@ -37,6 +74,9 @@ class Disk:
     versions or join late.
 
     All ranks of a sharded trainer create a transport and call ``publish``; only rank 0 has engines.
+    Each rank that sees the folder owns some of the layers: only it receives them whole, and it
+    writes them into a subfolder, as a part of the version. Rank 0 has only the names and digests of
+    the other ranks' tensors.
 
     Args:
         model: the trainer's model.
@@ -48,10 +88,12 @@ class Disk:
         quantize: ``fp8.CheckpointQuantizer``, for engines of a quantized checkpoint. Deltas are
             between quantized versions.
         snapshot_every: with ``"delta"``, every ``snapshot_every``-th version is published in full.
-        timeout_s: the timeout of loading a version.
+        timeout_s: the timeout of loading a version; by default 600 s, or more if a full version
+            needs more at 100 MB/s, because a server that has missed versions loads one.
 
     Raises:
-        ValueError: an argument is out of range, or rank 0 has no engine or folder.
+        ValueError: an argument is out of range, rank 0 has no engine or folder, or the model has
+            adapters other than plain LoRA.
     """
 
     def __init__(
@@ -63,24 +105,35 @@ class Disk:
         dtype: torch.dtype | None = None,
         quantize: Quantizer | None = None,
         snapshot_every: int = 16,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
     ) -> None:
         check_engines(engines)
+        refuse_unsupported_adapters(model)
+        if is_first_rank() and folder is None:
+            raise ValueError("folder is None; rank 0 writes the weights, so pass it a path")
         self._model = model
         self._engines = engines
         self._dtype = dtype
         self._quantize = quantize
         self._timeout_s = timeout_s
-        self._publisher: Publisher | None = None  # ranks other than 0 only take part in gathering
-        if is_first_rank():
-            if folder is None:
-                raise ValueError("folder is None; rank 0 writes the weights, so pass it a path")
-            self._publisher = Publisher(
-                Path(folder),
-                encoding=encoding,
-                snapshot_every=snapshot_every,
-                in_memory=Path(folder).resolve().is_relative_to(shared_memory().resolve()),
-            )
+        self._encoding = encoding
+        self._snapshot_every = snapshot_every
+        self._folder = Path(str(folder))
+        self._publisher = self._new_publisher(self._folder) if is_first_rank() else None
+        self._owned: OwnedLayers | None = None  # found with the first publication
+        self._layout: dict[str, TensorLayout] = {}  # of this rank's part, found then, too
+        self._load_s = 0.0  # timeout of loading a version, found then, too
+        self._allowance = ""  # the same, as text
+        self._host_memory = HostMemory()
+
+    def _new_publisher(self, folder: Path) -> Publisher:
+        return Publisher(
+            folder,
+            encoding=self._encoding,
+            snapshot_every=self._snapshot_every,
+            in_memory=folder.resolve().is_relative_to(shared_memory().resolve()),
+            threads=thread_count(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        )
 
     def publish(self, version: int) -> Receipt:
         """Load the weights of ``version`` into every engine and check that they arrived.
@@ -88,78 +141,231 @@ class Disk:
         If a delta does not arrive, the full version is published.
 
         Raises:
-            RuntimeError: the weights did not arrive; the message says which check failed, and
-                where.
+            RuntimeError: the weights did not arrive, and the message says which check failed, and
+                where; or another version is still being published.
         """
-        tensors = _Timed(
-            checkpoint_tensors(self._model, dtype=self._dtype, quantize=self._quantize)
-        )
-        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
-        return on_all_ranks(receipt or Receipt(version=version))
+        self.require_idle()
+        version = operator.index(version)  # a numpy integer is not JSON
+        return self._send(version, self._gathered(_on_host))
 
-    def _publish(self, version: int, tensors: "_Timed") -> Receipt:
-        publisher = self._publisher
-        assert publisher is not None, "rank 0 has a publisher"
+    def start(self, version: int) -> PendingPublication:
+        """Copy the weights of ``version`` to host memory, and publish them beside training.
+
+        The copy takes as much host memory as this rank's part of a full version.
+
+        Raises:
+            RuntimeError: another version is still being published.
+        """
+        self.require_idle()
+        version = operator.index(version)
+        began = time.perf_counter()
+        layers = self._gathered(self._host_memory.copied)
+        copies: list[_Layer] = []
+        on_every_rank_gathering(lambda: copies.extend(layers), layers.gathered, self._group)
+        copied = _Timed(iter(copies), lambda layer: layer, seconds=layers.seconds)
+        sending = in_thread(lambda: self._send(version, copied))
+        self._pending = PendingPublication(
+            version,
+            lambda: self._awaited(sending, version),
+            held_s=time.perf_counter() - began,
+            abandon=lambda seconds: wait([sending], seconds),
+        )
+        return self._pending
+
+    def _awaited(self, sending: "Future[Receipt]", version: int) -> Receipt:
+        """Wait for a publication that a thread sends, and return its receipt.
+
+        Raises:
+            RuntimeError: it did not end in time, or it failed.
+        """
+        report("publishing", f"version {version}")
+        timeout_s = self._group_timeout_s()
+        if not wait([sending], timeout_s).done:
+            raise RuntimeError(
+                f"version {version} was not published within {timeout_s:.0f} s ({self._allowance} "
+                "to be loaded)"
+            )
+        return sending.result()
+
+    def _gathered(self, to_host: Callable[["_Layer"], "_Layer"]) -> "_Timed":
+        """Return an iterator that gathers the layers that this rank owns, with all ranks."""
+        gathered = gathered_layers(
+            self._model, self._owned_layers(), dtype=self._dtype, quantize=self._quantize
+        )
+
+        def converted(layer: dict[str, Tensor]) -> _Layer:
+            return to_host(
+                layer_for_checkpoint(self._model, layer, dtype=self._dtype, quantize=self._quantize)
+            )
+
+        return _Timed(gathered, converted)
+
+    def _send(self, version: int, layers: "_Timed") -> Receipt:
+        """Write the layers, and have the engines load them.
+
+        May run in a thread beside training, so it uses neither the model nor the default group.
+        """
+        written = self._write(version, layers)
+        receipt = self._commit(version, written)
         started = time.perf_counter()
-        layout = checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
-        manifest = publisher.write(version, layout, tensors)
-        total = time.perf_counter() - started
-        seconds = {"gather": tensors.seconds, "encode": publisher.encode_s}
-        seconds["write"] = total - sum(seconds.values())
-        receipt = _receipt(publisher.folder, manifest, seconds)
-        started, fallback = time.perf_counter(), None
-        try:
-            servers = self._load(publisher.folder, manifest)
-        except RuntimeError as error:
-            if manifest.kind != DELTA:
-                raise
-            fallback = str(error)
-            manifest = publisher.rewrite_whole()
-            written = _receipt(publisher.folder, manifest, seconds)
-            receipt = attrs.evolve(written, bytes=receipt.bytes + written.bytes)
-            servers = self._load(publisher.folder, manifest)
+        servers, error = self._load(receipt)
+        if error is not None:
+            again = self._commit(version, self._write_whole())
+            receipt = attrs.evolve(again, bytes=receipt.bytes + again.bytes, fallback=error)
+            servers, _ = self._load(receipt)
+        seconds = {
+            phase: max(part.seconds[phase] for part in written if part)
+            for phase in ("gather", "encode", "write")
+        }
         seconds["load"] = time.perf_counter() - started
-        publisher.retain(manifest, keep=publisher.snapshot)
-        return attrs.evolve(receipt, servers=servers, fallback=fallback)
+        if self._publisher is not None:
+            self._publisher.forget_before_snapshot()
+        if is_first_rank():
+            remove_parts(self._folder, kept=self._writers)
+        receipt = attrs.evolve(receipt, servers=servers, seconds=seconds)
+        return on_all_ranks(receipt, self._group)
 
-    def _load(self, folder: Path, manifest: PublicationManifest) -> dict[str, list[dict[str, Any]]]:
-        """Have every engine load a publication; check and return the workers' receipts."""
-        version = manifest.version
-        update = {"folder": str(folder.resolve()), "version": version}
-        servers: dict[str, list[dict[str, Any]]] = {}
-        for engine in self._engines:
-            servers |= engine.load_weights(update, version=version, timeout_s=self._timeout_s)
-        check_receipts(
-            servers, version=version, digest=manifest.digest, tensors=len(manifest.tensors)
+    def _write(self, version: int, layers: "_Timed") -> list["WrittenPart | None"]:
+        """Write the layers that this rank owns; return what each rank has written."""
+
+        def work() -> dict[str, Any] | None:
+            if self._publisher is None:
+                return None
+            gathered_s = layers.seconds
+            started = time.perf_counter()
+            tensors = (one for layer in layers for one in layer)
+            manifest = self._publisher.prepare(version, self._layout, tensors)
+            seconds = {"gather": layers.seconds, "encode": self._publisher.encode_s}
+            seconds["write"] = time.perf_counter() - started + gathered_s - sum(seconds.values())
+            return WrittenPart.of(manifest, seconds).as_builtins()
+
+        return parts_of(on_every_rank_gathering(work, layers.gathered, self._group))
+
+    def _write_whole(self) -> list["WrittenPart | None"]:
+        """Write the version again, in full, from the copies that are kept for deltas."""
+
+        def work() -> dict[str, Any] | None:
+            if self._publisher is None:
+                return None
+            return WrittenPart.of(self._publisher.prepare_whole(), {}).as_builtins()
+
+        return parts_of(on_every_rank(work, self._group))
+
+    def _commit(self, version: int, written: Sequence["WrittenPart | None"]) -> Receipt:
+        """Publish what all ranks have written: the parts first, then rank 0's manifest."""
+
+        def work(*, first: bool) -> int:
+            if self._publisher is None or first is not (self._rank == 0):
+                return 0
+            parts = {
+                part_name(rank): one.digest for rank, one in enumerate(written) if rank and one
+            }
+            return self._publisher.commit(parts=parts if first else {})
+
+        sizes = on_every_rank(lambda: work(first=False), self._group)
+        sizes += on_every_rank(lambda: work(first=True), self._group)
+        found = [one for one in written if one is not None]
+        digests = {name: digest for one in found for name, digest in one.tensors.items()}
+        return Receipt(
+            version=version,
+            kind=DELTA if any(one.kind == DELTA for one in found) else FULL,
+            digest=digest_of_all(digests),
+            tensors=len(digests),
+            bytes=sum(one.size for one in found) + sum(sizes),
         )
-        return servers
+
+    def _load(self, receipt: Receipt) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
+        """Have every engine load a publication, and check the receipts of their workers.
+
+        Returns the receipts, on rank 0, and the error if a delta did not arrive, on all ranks.
+        """
+        servers: dict[str, list[dict[str, Any]]] = {}
+        version = receipt.version
+        whole = receipt.kind != DELTA or receipt.fallback is not None
+        update = {"folder": str(self._folder.resolve()), "version": version}
+
+        def load() -> None:
+            for engine in self._engines:
+                began = time.monotonic()
+                try:
+                    taken = engine.load_weights(update, version=version, timeout_s=self._load_s)
+                except RuntimeError as error:
+                    if time.monotonic() - began < self._load_s:
+                        raise
+                    raise RuntimeError(f"{error} ({self._allowance})") from error
+                servers.update(taken)
+            check_receipts(servers, version=version, digest=receipt.digest, tensors=receipt.tensors)
+
+        def work() -> str | None:
+            try:
+                load()
+            except RuntimeError as error:
+                if whole:
+                    raise
+                servers.clear()
+                return str(error)
+            return None
+
+        return servers, on_first_rank(work, self._group)
+
+    def _group_timeout_s(self) -> float:
+        """Return how long ranks wait for each other: while one writes, or loads a version twice."""
+        return 3 * self._load_s + timeout_of(0)
+
+    def _owned_layers(self) -> OwnedLayers:
+        """Return the layers and their owners: the ranks that see the folder."""
+        if self._owned is None:
+            layers, sizes = sized_layers(self._model, self._dtype, self._quantize)
+            self._load_s = self._timeout_s or max(_LEAST_LOAD_S, timeout_of(sum(sizes)))
+            self._allowance = f"{sum(sizes) / 1e9:.1f} GB have {self._load_s:.0f} s"
+            self._group = gloo_group(timeout_s=self._group_timeout_s())
+            self._rank = 0 if self._group is None else dist.get_rank()
+            self._folder = Path(on_first_rank(lambda: str(self._folder.absolute())))
+            self._writers = ranks_that_see(self._folder, self._group)
+            if self._rank in self._writers[1:]:
+                self._publisher = self._new_publisher(self._folder / part_name(self._rank))
+            # Checks that the model can be sent layer by layer.
+            checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
+            self._owned = OwnedLayers(
+                distinct_tensors(self._model),
+                layers,
+                sizes=sizes,
+                owners=self._writers,
+                group=self._group,
+            )
+            self._layout = checkpoint_layout(
+                self._model,
+                dtype=self._dtype,
+                quantize=self._quantize,
+                layers=self._owned.mine,
+            )
+        return self._owned
 
 
-def _receipt(folder: Path, manifest: PublicationManifest, seconds: dict[str, float]) -> Receipt:
-    return Receipt(
-        version=manifest.version,
-        kind=manifest.kind,
-        digest=manifest.digest,
-        tensors=len(manifest.tensors),
-        bytes=manifest.file_size + manifest_path(folder, manifest.version).stat().st_size,
-        seconds=seconds,
-    )
+_Layer = list[tuple[str, Tensor]]
+"""The tensors of a layer, by name."""
+
+
+def _on_host(layer: _Layer) -> _Layer:
+    # Copied once, then hashed, compared and written on the CPU.
+    return [(name, tensor.cpu()) for name, tensor in layer]
 
 
 @attrs.define(eq=False)
 class _Timed:
-    """Iterator that moves tensors to the CPU and measures the seconds that gathering takes."""
+    """Iterator over gathered layers, converted to ``_Layer``, that measures how long they take."""
 
-    _items: Iterator[tuple[str, Tensor]]
+    gathered: Iterator[Any]
+    """The collectives. All ranks iterate them to the end, also after a failed conversion."""
+    _converted: Callable[[Any], _Layer]
     seconds: float = 0.0
 
     def __iter__(self) -> "_Timed":
         return self
 
-    def __next__(self) -> tuple[str, Tensor]:
+    def __next__(self) -> _Layer:
         started = time.perf_counter()
         try:
-            name, tensor = next(self._items)
-            return name, tensor.cpu()  # copied once, then hashed, compared and written on the CPU
+            return self._converted(next(self.gathered))
         finally:
             self.seconds += time.perf_counter() - started

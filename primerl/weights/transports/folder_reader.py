@@ -2,85 +2,149 @@
 
 import contextlib
 import fcntl
-import json
 import os
-import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import xxhash
+import attrs
 from torch import Tensor
 
-from primerl._common.digests import digest_of, raw_bytes
-from primerl._common.files import whole_or_nothing
-from primerl._common.shared_folder import SharedFolder, acquire
-from primerl._common.tensor_files import map_tensors
-from primerl.weights.transports import delta
+from primerl._common.tensor_files import MappedFiles, touch
+from primerl._common.threads import BoundedThreads, thread_count
+from primerl.weights.transports.host_copy import HostCopy
 from primerl.weights.transports.publications import (
-    DELTA,
-    FULL,
-    SAME,
     PublicationManifest,
     chain,
     check_file,
     describe,
     read_manifest,
+    read_parts,
 )
+
+LEAST_BYTES_PER_S = 100e6
+"""The lowest rate at which a publication is expected to travel; time limits follow from it."""
+
+LEAST_TIMEOUT_S = 300.0
+
+
+def timeout_of(size: int) -> float:
+    """Return the time limit for work on ``size`` bytes, in seconds.
+
+    max(300 s, bytes / 100 MB/s)
+    """
+    return max(LEAST_TIMEOUT_S, size / LEAST_BYTES_PER_S)
 
 
 class FolderReader:
     """Reader of a folder of publications for one receiver.
 
-    ``fetch`` brings a version to this host and checks it. ``open`` locks the version while its
-    tensors are loaded, and ``release`` unlocks it.
+    ``fetch`` brings a version to this host, checks it and maps it into memory. ``open`` locks the
+    version while its tensors are loaded, and ``release`` unlocks it. An engine pauses only from
+    ``open`` to ``release``, so ``fetch`` does all that can be done before.
 
     Args:
         folder: the folder of the publications.
-        timeout_s: how long to wait for a lock that another process of this host holds.
+        timeout_s: how long to wait for a lock that another process of this host holds; by default
+            ``timeout_of`` the publication's bytes.
+        threads: how many threads read, patch and hash; by default ``thread_count()``.
     """
 
-    def __init__(self, folder: Path, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, folder: Path, *, timeout_s: float | None = None, threads: int | None = None
+    ) -> None:
         self.folder = folder
+        self._threads = thread_count() if threads is None else threads
         self._timeout_s = timeout_s
         self._copy: HostCopy | None = None
-        self._held: BinaryIO | None = None
+        self._held: list[BinaryIO] = []
+        self._files = MappedFiles()
+        self._fetched: tuple[PublicationManifest, dict[Path, PublicationManifest]] | None = None
 
-    def fetch(self, version: int) -> PublicationManifest:
+    def fetch(
+        self, version: int, *, needs: Callable[[str], bool] = lambda _: True
+    ) -> PublicationManifest:
         """Bring a version to this host and check it.
+
+        Args:
+            version: the version.
+            needs: whether the receiver needs a tensor, by its name; others are not read ahead.
 
         Raises:
             ValueError: a file is missing, damaged, or does not follow from its parent.
+            TimeoutError: another process held a lock for too long.
         """
-        manifest = read_manifest(self.folder, version)
-        if not manifest.deltas_follow:
-            check_file(self.folder, manifest)
-            return manifest
-        if self._copy is None:
-            size = chain(self.folder, version)[0].file_size
-            self._copy = HostCopy(self.folder, size=size, timeout_s=self._timeout_s)
-        self._copy.bring_to(manifest)
+        self._forget()
+        manifest, parts = self._read_manifests(version)
+        if manifest.deltas_follow:
+            if self._copy is None:
+                size = sum(chain(place, version)[0].file_size for place in parts)
+                self._copy = HostCopy(
+                    self.folder,
+                    size=size,
+                    timeout_s=timeout_of(size) if self._timeout_s is None else self._timeout_s,
+                    threads=self._threads,
+                )
+            paths = self._copy.bring_to(parts)
+        else:
+            paths = [check_file(place, part) for place, part in parts.items()]
+        with contextlib.suppress(FileNotFoundError):  # replaced just now: `open` says so
+            self._read_ahead(paths, needs)
+        self._fetched = manifest, parts
         return manifest
+
+    def _read_ahead(self, paths: Sequence[Path], needs: Callable[[str], bool]) -> None:
+        with BoundedThreads(self._threads) as threads:
+            for path in paths:
+                for name, tensor in self._files.tensors(path).items():
+                    if needs(name):
+                        threads.submit(touch, tensor)
+
+    def _read_manifests(
+        self, version: int
+    ) -> tuple[PublicationManifest, dict[Path, PublicationManifest]]:
+        """Return a version's manifest, and those of its parts by folder."""
+        if self._fetched is not None and self._fetched[0].version == version:
+            return self._fetched
+        manifest = read_manifest(self.folder, version)
+        return manifest, read_parts(self.folder, manifest)
 
     def open(self, version: int) -> tuple[PublicationManifest, dict[str, Tensor]]:
         """Return a fetched version's manifest and its tensors, locked until ``release``.
 
+        The manifest lists the tensors of all parts.
+
         Raises:
             ValueError: the version was not fetched, or a later version has replaced it.
         """
-        manifest = read_manifest(self.folder, version)
+        manifest, parts = self._read_manifests(version)
+        listed = {name: one for part in parts.values() for name, one in part.tensors.items()}
+        whole = attrs.evolve(manifest, tensors=listed)
+        self._unlock()
         if not manifest.deltas_follow:
-            self.release()
-            self._held = _hold(self.folder / manifest.file)
-            return manifest, map_tensors(self.folder / manifest.file)
-        if self._copy is None:
+            paths = [place / part.file for place, part in parts.items()]
+            self._held = [_hold(path) for path in paths]
+        elif self._copy is None:
             raise ValueError(f"version {version} was not fetched")
-        return manifest, self._copy.open(manifest)
+        else:
+            paths = self._copy.lock(parts)
+        tensors: dict[str, Tensor] = {}
+        for path in paths:
+            tensors |= self._files.tensors(path)
+        return whole, tensors
 
     def release(self, *, distrust: bool = False) -> None:
         """Unlock the opened version; with ``distrust``, mark the host's copy as dirty."""
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._unlock(distrust=distrust)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._files.forget()
+        self._fetched = None
+
+    def _unlock(self, *, distrust: bool = False) -> None:
+        while self._held:
+            self._held.pop().close()
         if self._copy is not None:
             self._copy.release(distrust=distrust)
 
@@ -108,108 +172,3 @@ def _hold(path: Path) -> BinaryIO:
     if file is not None:
         file.close()
     raise ValueError(f"{describe(path)} is missing: a later version has replaced it")
-
-
-class HostCopy:
-    """One copy of a folder's newest tensors, shared by all receivers on a host.
-
-    The copy is in shared memory, or on disk if shared memory is too small. It is changed in place
-    under a lock and is marked dirty meanwhile. A copy that is found dirty is made anew.
-    """
-
-    def __init__(self, folder: Path, *, size: int, timeout_s: float) -> None:
-        self._folder = folder
-        self._timeout_s = timeout_s
-        key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
-        # Room for two: a full version is written beside the version that it replaces.
-        self._place = SharedFolder(f"copy-{key}", room=2 * size)
-        self._lock = self._place.path / "lock"
-        self._tensors = self._place.path / "tensors.safetensors"
-        self._reading: BinaryIO | None = None
-
-    def bring_to(self, manifest: PublicationManifest) -> None:
-        """Update the copy to a version, by deltas where possible.
-
-        Raises:
-            ValueError: a file is damaged, or the result differs from the published tensors.
-        """
-        with acquire(self._lock, exclusive=True, timeout_s=self._timeout_s):
-            have = self._state()
-            if have == manifest.digest:
-                return
-            steps = chain(self._folder, manifest.version, have=have)
-            paths = [check_file(self._folder, step) for step in steps]
-            self._set_state(None)
-            for step, path in zip(steps, paths, strict=True):
-                self._take(step, path)
-            self._verify(manifest)
-            self._set_state(manifest.digest)
-
-    def _take(self, step: PublicationManifest, path: Path) -> None:
-        if step.kind == FULL:
-            partial = self._tensors.with_suffix(".partial")
-            shutil.copyfile(path, partial)
-            partial.rename(self._tensors)
-            return
-        tensors = map_tensors(self._tensors, writable=True)
-        sent = map_tensors(path)
-        for name, form in step.forms.items():
-            if form == SAME:
-                continue
-            if name not in tensors or name not in sent:
-                raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
-            target, source = raw_bytes(tensors[name]), raw_bytes(sent[name])
-            if form == DELTA:
-                try:
-                    delta.apply(source, target)
-                except ValueError as error:
-                    raise ValueError(f"{path.name}: {name}: {error}") from error
-            elif len(source) == len(target):
-                target[:] = source
-            else:
-                raise ValueError(f"{describe(path)} does not fit the version before it: {name}")
-
-    def _verify(self, manifest: PublicationManifest) -> None:
-        tensors = map_tensors(self._tensors)
-        wrong = sorted(tensors.keys() ^ manifest.tensors.keys())
-        wrong += [n for n, t in tensors.items() if digest_of(t) != manifest.tensors.get(n)]
-        if wrong:
-            raise ValueError(
-                f"this host's copy of version {manifest.version} is wrong: {', '.join(wrong[:3])} "
-                "differ from the published tensors"
-            )
-
-    def open(self, manifest: PublicationManifest) -> dict[str, Tensor]:
-        """Return the tensors of a version, locked until ``release``."""
-        self.release()
-        self._reading = acquire(self._lock, exclusive=False, timeout_s=self._timeout_s)
-        if self._state() != manifest.digest:
-            self.release()
-            raise ValueError(
-                f"the copy in {self._tensors.parent} no longer holds version {manifest.version}"
-            )
-        return map_tensors(self._tensors)
-
-    def release(self, *, distrust: bool = False) -> None:
-        """Unlock the copy; with ``distrust``, mark it dirty."""
-        if self._reading is not None:
-            if distrust:
-                self._set_state(None)
-            self._reading.close()
-            self._reading = None
-
-    def close(self) -> None:
-        """Close the copy; the last process to close it removes it."""
-        self._place.close()
-
-    def _state(self) -> str | None:
-        """Return the copy's ``PublicationManifest.digest``; None if it is dirty or missing."""
-        try:
-            digest = json.loads((self._place.path / "state.json").read_bytes())["digest"]
-        except FileNotFoundError:
-            return None
-        return str(digest) if digest and self._tensors.is_file() else None
-
-    def _set_state(self, digest: str | None) -> None:
-        with whole_or_nothing(self._place.path / "state.json") as file:
-            file.write(json.dumps({"digest": digest}).encode())

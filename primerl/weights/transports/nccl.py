@@ -1,27 +1,27 @@
 """``NCCL``, a transport from GPU to GPU by NCCL broadcasts."""
 
+import functools
+import operator
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 
-from primerl._common.checkpoint_tensors import TensorLayout, checkpoint_layout, checkpoint_tensors
+from primerl._common.checkpoint_tensors import Quantizer, TensorLayout, owned_checkpoint_tensors
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
-from primerl._common.ranks import on_first_rank_gathering
+from primerl._common.ranks import is_first_rank, on_every_rank, on_first_rank
+from primerl._common.supported_adapters import refuse_unsupported_adapters
 from primerl.weights.transports.broadcast_group import (
     Communicator,
     Membership,
-    Rendezvous,
     connect_nccl,
-    connected,
-    in_thread,
     new_unique_id,
 )
+from primerl.weights.transports.folder_reader import LEAST_TIMEOUT_S
 from primerl.weights.transports.receipts import (
     Fetcher,
     Receipt,
@@ -29,8 +29,11 @@ from primerl.weights.transports.receipts import (
     check_receipts,
     on_all_ranks,
 )
+from primerl.weights.transports.senders import BroadcastGroups, GroupFormation, LayerSender
+from primerl.weights.transports.shares import Shares, as_announced, shares_of
+from primerl.weights.transports.transport import Transport
 
-_POLL_S = 0.001
+_MOST_SENDERS = 8  # by default
 
 
 @runtime_checkable
@@ -42,17 +45,7 @@ class BroadcastServers(Fetcher, Protocol):
         ...
 
 
-@attrs.frozen
-class _BroadcastGroup:
-    """An NCCL group of the trainer and the workers that existed when it was formed."""
-
-    key: str
-    workers: dict[str, int]
-    meeting: Rendezvous
-    connecting: "Future[Communicator]"
-
-
-class NCCL:
+class NCCL(Transport):
     """A transport that publishes a model's weights to engines on GPUs, from memory to memory.
 
         with serving.serve_vllm(model, weight_transfer="primerl_nccl") as server:
@@ -60,24 +53,32 @@ class NCCL:
             receipt = transport.publish(version=1)
 
     Tensors are broadcast layer by layer through vLLM's NCCL communicator while the servers are
-    paused. A new group is formed when servers join or leave. A server that joins late gets its
+    paused. New groups are formed when servers join or leave. A server that joins late gets its
     weights with the next publication; use ``Disk`` if it must not wait for that.
 
     All ranks of a sharded trainer create a transport and call ``publish``; only rank 0 has the
-    engine.
+    engine. Some of the ranks are senders. Each sender owns some of the layers: only it receives
+    them whole, and it broadcasts them to all workers, in a group of its own. The senders take
+    turns, so that each converts and hashes its layer while workers receive the layers of others.
+    Rank 0 has only the names and digests of the other senders' tensors.
 
     Args:
         model: the trainer's model.
         engines: one engine with all servers on rank 0, and none on the other ranks.
         dtype: the dtype in which parameters are sent, usually the engine's own; None keeps the
             trainer's.
-        address: this host's address, as the servers' workers reach it.
+        quantize: ``fp8.CheckpointQuantizer``, for an engine of a quantized checkpoint.
+        senders: the number of ranks that send, the same on all ranks; at most 8 by default. Rank 0
+            is one of them, and they are spread evenly over the ranks.
+        address: this host's address, as the servers' workers reach it; by default, the address of
+            the interface through which this host reaches the first server's host.
         timeout_s: the timeout of a publication.
-        connect: joins the group; by NCCL by default.
+        connect: joins a group; by NCCL by default.
         unique_id: creates the id of a new group; NCCL's by default.
 
     Raises:
-        ValueError: rank 0 has no engine or several, or another rank has one.
+        ValueError: rank 0 has no engine or several, another rank has one, there are not that many
+            ranks, or the model has adapters other than plain LoRA.
     """
 
     def __init__(
@@ -85,22 +86,32 @@ class NCCL:
         model: nn.Module,
         *engines: BroadcastServers,
         dtype: torch.dtype | None = None,
-        address: str = "127.0.0.1",
+        quantize: Quantizer | None = None,
+        senders: int | None = None,
+        address: str | None = None,
         timeout_s: float = 600.0,
         connect: Callable[[Membership, torch.device], Communicator] = connect_nccl,
         unique_id: Callable[[], bytes] = new_unique_id,
     ) -> None:
         check_engines(engines)
+        refuse_unsupported_adapters(model)
         if len(engines) > 1:
             raise ValueError(f"got {len(engines)} engines; pass one engine that has all servers")
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        senders = min(_MOST_SENDERS, ranks) if senders is None else senders
+        if not 1 <= senders <= ranks:
+            raise ValueError(f"senders={senders}; expected 1 to {ranks}, the number of ranks")
         self._model = model
         self._engines = engines
         self._dtype = dtype
+        self._quantize = quantize
+        self._senders = [index * ranks // senders for index in range(senders)]
         self._address = address
         self._timeout_s = timeout_s
         self._connect = connect
         self._unique_id = unique_id
-        self._group: _BroadcastGroup | None = None
+        self._shares: Shares | None = None  # found with the first publication
+        self._formation: GroupFormation | None = None
 
     def publish(self, version: int) -> Receipt:
         """Load the weights of ``version`` into every server and check that they arrived.
@@ -109,97 +120,142 @@ class NCCL:
             RuntimeError: the weights did not arrive; the message says which check failed, and
                 where.
         """
-        tensors = checkpoint_tensors(self._model, dtype=self._dtype)
-        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
-        return on_all_ranks(receipt or Receipt(version=version))
-
-    def _publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Receipt:
+        version = operator.index(version)  # a numpy integer is not JSON
         started = time.perf_counter()
-        engine = self._engines[0]
-        layout = checkpoint_layout(self._model, dtype=self._dtype)
-        group = self._current_group(engine)
-        update = {
-            "version": version,
-            "address": group.meeting.address,
-            "port": group.meeting.port,
-            "group": group.key,
-            "names": list(layout),
-            "dtypes": [str(e.dtype).removeprefix("torch.") for e in layout.values()],
-            "shapes": [list(e.shape) for e in layout.values()],
-        }
-        digests: dict[str, TensorDigest] = {}
-        seconds: dict[str, float] = {}
-
-        def send() -> None:
-            began = time.perf_counter()
-            communicator = connected(group.connecting, to="the engines", timeout_s=self._timeout_s)
-            self._broadcast(communicator, layout, tensors, digests)
-            seconds["write"] = time.perf_counter() - began
-
+        if self._shares is None or self._formation is None:
+            self._shares, self._formation = self._divided()
+        shares, formation, sending = self._shares, self._formation, _Sending()
         try:
-            servers = engine.load_weights(
-                update, version=version, timeout_s=self._timeout_s, send=send
-            )
-            digest = digest_of_all(digests)
-            check_receipts(servers, version=version, digest=digest, tensors=len(layout))
+            groups = formation.of(lambda: self._engines[0].workers())
+            servers = self._load(version, shares, groups, sending)
         except BaseException:
-            self._group = None  # its members may have reached different tensors
+            formation.leave()  # the workers may have reached different tensors
             raise
-        seconds["load"] = time.perf_counter() - started - seconds["write"]
-        return Receipt(
+        loaded_s = time.perf_counter() - started - sending.seconds
+        receipt = Receipt(
             version=version,
             kind="full",
-            digest=digest,
-            tensors=len(layout),
-            bytes=sum(entry.nbytes for entry in layout.values()),
-            seconds=seconds,
+            digest=digest_of_all(sending.digests),
+            tensors=len(sending.digests),
+            bytes=sum(layout.nbytes for _, _, layout in shares),
+            seconds={"write": sending.seconds, "load": loaded_s},
             servers=servers,
         )
+        return on_all_ranks(receipt, shares.ranks)
 
-    def _current_group(self, engine: BroadcastServers) -> _BroadcastGroup:
-        workers = engine.workers()
-        if self._group is None or self._group.workers != workers:
-            world_size = 1 + sum(workers.values())
-            unique_id = self._unique_id()
-            meeting = Rendezvous(
-                self._address,
-                world_size=world_size,
-                unique_id=unique_id,
-                timeout_s=self._timeout_s,
-            )
-            place = Membership(0, world_size, unique_id)
-            device = next(self._model.parameters()).device
-            connecting = in_thread(lambda: self._connect(place, device))
-            self._group = _BroadcastGroup(uuid.uuid4().hex, workers, meeting, connecting)
-        return self._group
+    def _divided(self) -> tuple[Shares, GroupFormation]:
+        """Divide the layers among the senders, who form the groups."""
+        shares = shares_of(
+            self._model,
+            self._senders,
+            dtype=self._dtype,
+            quantize=self._quantize,
+            # Ranks wait for each other while rank 0's servers prepare or load a version.
+            timeout_s=self._timeout_s + LEAST_TIMEOUT_S,
+        )
+        device = next(self._model.parameters()).device
+        formation = GroupFormation(
+            ranks=shares.ranks,
+            sends=shares.rank in shares.senders,
+            address=self._address,
+            timeout_s=self._timeout_s,
+            connect=lambda place: self._connect(place, device),
+            unique_id=self._unique_id,
+        )
+        return shares, formation
 
-    def _broadcast(
-        self,
-        communicator: Communicator,
-        layout: dict[str, TensorLayout],
-        tensors: Iterator[tuple[str, Tensor]],
-        digests: dict[str, TensorDigest],
-    ) -> None:
-        """Broadcast tensors in the order that was announced to the workers."""
-        expected = iter(layout.items())
-        for name, tensor in tensors:
-            if next(expected, None) != (name, TensorLayout(tensor.dtype, tuple(tensor.shape))):
-                raise RuntimeError(
-                    f"{name} is not the next tensor that was announced to the engines"
+    def _load(
+        self, version: int, shares: Shares, groups: BroadcastGroups, sending: "_Sending"
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Send a version and have the servers load it; return their receipts on rank 0."""
+        servers: dict[str, list[dict[str, Any]]] = {}
+        failure: Exception | None = None
+
+        def send() -> None:
+            # The other ranks wait here until rank 0's servers are ready to receive, or have failed.
+            on_first_rank(lambda: None, shares.ranks)
+            self._send(shares, groups, sending)
+
+        try:
+            if is_first_rank():
+                engine, update = self._engines[0], _update(version, shares, groups)
+                servers = engine.load_weights(
+                    update, version=version, timeout_s=self._timeout_s, send=send
                 )
-            digests[name] = digest_of(tensor)
-            communicator.broadcast(tensor.contiguous(), src=0)
-        if missing := [name for name, _ in expected]:
-            raise RuntimeError(f"tensors were announced but not sent: {', '.join(missing[:5])}")
-        self._wait_for_the_gpu()
+            else:
+                send()
+        except Exception as error:  # every kind: the other ranks wait for the outcome
+            if sending.failed or not is_first_rank():
+                raise  # all ranks know
+            failure = error
 
-    def _wait_for_the_gpu(self) -> None:
-        """Wait for the broadcasts, with a timeout: if a member is lost, they never end."""
-        if next(self._model.parameters()).device.type != "cuda":
-            return
-        done: Any = torch.cuda.current_stream().record_event()
-        deadline = time.monotonic() + self._timeout_s
-        while not done.query():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the broadcast took longer than {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
+        def outcome() -> None:
+            if failure is not None:
+                raise failure
+            check_receipts(
+                servers,
+                version=version,
+                digest=digest_of_all(sending.digests),
+                tensors=len(sending.digests),
+            )
+
+        on_first_rank(outcome, shares.ranks)
+        return servers
+
+    def _send(self, shares: Shares, groups: BroadcastGroups, sending: "_Sending") -> None:
+        """Broadcast this rank's layers, turn by turn with the other ranks.
+
+        In a turn, the ranks gather one layer of each sender, in an all-to-all of all ranks, and
+        then each sender broadcasts its layer and hashes it while the workers receive.
+        """
+        # Nothing waits in a circle: a worker receives the layers of a turn in the order of the
+        # senders, so a broadcast waits for those of earlier senders and of earlier turns, and a
+        # turn's all-to-all waits only for broadcasts of earlier turns. It begins when these have
+        # ended on all ranks: overlapping them would save its time, but GPUs that run the kernels of
+        # two NCCL communicators in different orders can deadlock.
+        began = time.perf_counter()
+        sending.failed = True
+        device = next(self._model.parameters()).device
+        sender = LayerSender(groups.connecting, device, timeout_s=self._timeout_s)
+        on_every_rank(sender.connect, shares.ranks)
+        layers = owned_checkpoint_tensors(
+            self._model, shares.owned, dtype=self._dtype, quantize=self._quantize
+        )
+
+        def send(layout: Mapping[str, TensorLayout]) -> dict[str, Any]:
+            layer = as_announced(next(layers), layout)
+            sender.send([tensor.to(device) for tensor in layer.values()])
+            return {name: attrs.astuple(digest_of(tensor)) for name, tensor in layer.items()}
+
+        for turn in shares.turns:
+            told = on_every_rank(functools.partial(send, turn[shares.rank]), shares.ranks)
+            for name, (dtype, shape, digest) in (one for part in told for one in part.items()):
+                sending.digests[name] = TensorDigest(dtype, tuple(shape), digest)
+            on_every_rank(sender.wait, shares.ranks)
+        sending.failed = False
+        sending.seconds = time.perf_counter() - began
+
+
+@attrs.define(eq=False)
+class _Sending:
+    """What this rank knows of the sending of a version."""
+
+    digests: dict[str, TensorDigest] = attrs.field(factory=dict)
+    """Of the tensors of all senders."""
+    seconds: float = 0.0
+    failed: bool = False
+    """Whether sending began and did not end; then all ranks have raised the same error."""
+
+
+def _update(version: int, shares: Shares, groups: BroadcastGroups) -> dict[str, Any]:
+    """Return the message to the servers' workers."""
+    tensors = list(shares)
+    return {
+        "version": version,
+        "key": groups.key,
+        "stores": groups.stores,
+        "names": [name for _, name, _ in tensors],
+        "dtypes": [str(one.dtype).removeprefix("torch.") for _, _, one in tensors],
+        "shapes": [list(one.shape) for _, _, one in tensors],
+        "groups": [sender for sender, _, _ in tensors],
+    }

@@ -38,6 +38,9 @@ class PublicationManifest:
     """The digests of this version's tensors, by their names in the checkpoint."""
     forms: dict[str, str]
     """The form of each tensor in a delta; empty for a full publication."""
+    parts: dict[str, str] = attrs.field(factory=dict)
+    """The subfolders with the tensors that other ranks published, and the digests of these parts.
+    A part is a publication of the same version; its ``tensors`` are not among this manifest's."""
 
 
 def manifest_path(folder: Path, version: int) -> Path:
@@ -79,6 +82,24 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     if manifest.digest != digest_of_all(manifest.tensors):
         raise ValueError(f"{where} is damaged: its digest is not that of the tensors that it lists")
     return manifest
+
+
+def read_parts(folder: Path, manifest: PublicationManifest) -> dict[Path, PublicationManifest]:
+    """Return the manifests of a publication and of its parts, by their folders.
+
+    Raises:
+        ValueError: a part's manifest is missing, damaged, or of another publication.
+    """
+    found = {folder: manifest}
+    for name, digest in manifest.parts.items():
+        place = member(folder, name)
+        found[place] = read_manifest(place, manifest.version)
+        if found[place].digest != digest:
+            raise ValueError(
+                f"{describe(manifest_path(place, manifest.version))} is of another publication: "
+                f"its digest is {found[place].digest}, not {digest}"
+            )
+    return found
 
 
 def check_file(folder: Path, manifest: PublicationManifest) -> Path:

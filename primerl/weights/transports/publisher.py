@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import attrs
@@ -21,6 +22,7 @@ from primerl._common.digests import (
 )
 from primerl._common.files import whole_or_nothing
 from primerl._common.tensor_files import as_tensor, write_tensors
+from primerl._common.threads import BoundedThreads
 from primerl.weights.transports import delta
 from primerl.weights.transports.publications import (
     DELTA,
@@ -57,6 +59,7 @@ class Publisher:
         in_memory: whether the folder is in memory. If so, each full version is written over the
             file of the version before the last, because allocating memory costs more than writing
             to it.
+        threads: how many threads encode deltas.
 
     Raises:
         ValueError: an unknown encoding, or a ``snapshot_every`` below 1.
@@ -69,6 +72,7 @@ class Publisher:
         encoding: str = FULL,
         snapshot_every: int = 16,
         in_memory: bool = False,
+        threads: int = 1,
     ) -> None:
         if encoding not in (FULL, DELTA):
             raise ValueError(f'encoding must be "full" or "delta", got {encoding!r}')
@@ -81,22 +85,25 @@ class Publisher:
         self._snapshot_every = snapshot_every
         self._since_snapshot = 0
         self._sent: _Sent | None = None
+        self._prepared: PublicationManifest | None = None
         self.snapshot: int | None = None
         """The last full version. Receivers need no version before it."""
+        self._threads = threads
         self.encode_s = 0.0
-        """Seconds that the last publication spent on differences, digests included."""
+        """Seconds that the last publication waited for differences, digests included."""
 
-    def write(
+    def prepare(
         self,
         version: int,
         layout: Mapping[str, TensorLayout],
         tensors: Iterable[tuple[str, Tensor]],
     ) -> PublicationManifest:
-        """Publish a version.
+        """Write the tensors of a version, which ``commit`` publishes.
 
         Raises:
-            ValueError: ``tensors`` does not match ``layout``; then nothing is published.
+            ValueError: ``tensors`` does not match ``layout``; then nothing can be committed.
         """
+        self._prepared = None
         sent, self._sent = self._sent, None  # after an error, the copy is not a valid base
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):
@@ -109,8 +116,30 @@ class Publisher:
             )
         if self._deltas:
             self._sent = _Sent(manifest, dict(layout), kept)
-        self.retain(manifest)
+        self._prepared = manifest
         return manifest
+
+    def commit(self, *, parts: Mapping[str, str] | None = None) -> int:
+        """Publish the version that was prepared, together with the ``parts`` of other ranks.
+
+        Returns the size of the manifest in bytes.
+        """
+        assert self._prepared is not None, "prepare comes before commit"
+        manifest = attrs.evolve(self._prepared, parts=dict(parts or {}))
+        fields = attrs.asdict(manifest, recurse=False)
+        fields["tensors"] = {
+            name: [one.dtype, one.shape, one.digest] for name, one in manifest.tensors.items()
+        }
+        text = json.dumps(fields).encode()
+        with whole_or_nothing(manifest_path(self.folder, manifest.version)) as file:
+            file.write(text)
+        self.retain(manifest)
+        return len(text)
+
+    def forget_before_snapshot(self) -> None:
+        """Remove the files before the last full version, which receivers no longer need."""
+        assert self._prepared is not None, "prepare comes before this"
+        self.retain(self._prepared, keep=self.snapshot)
 
     def retain(self, manifest: PublicationManifest, *, keep: int | None = None) -> None:
         """Remove files that are no longer needed after the publication ``manifest``.
@@ -138,8 +167,8 @@ class Publisher:
                 else:
                     path.unlink(missing_ok=True)
 
-    def rewrite_whole(self) -> PublicationManifest:
-        """Publish the last version again, in full, from the copy that is kept for deltas.
+    def prepare_whole(self) -> PublicationManifest:
+        """Write the last version again, in full, for ``commit``.
 
         Raises:
             ValueError: there is no such copy, because nothing was published with deltas on.
@@ -152,7 +181,7 @@ class Publisher:
         sent = self._sent
         tensors = ((n, as_tensor(sent.tensors[n], entry)) for n, entry in sent.layout.items())
         sent.manifest = self._write_full(sent.manifest.version, sent.layout, tensors)
-        self.retain(sent.manifest)
+        self._prepared = sent.manifest
         return sent.manifest
 
     def _follows(self, sent: _Sent, version: int, layout: Mapping[str, TensorLayout]) -> bool:
@@ -185,7 +214,7 @@ class Publisher:
 
         path = self.folder / f"{version:08d}.{FULL}.safetensors"
         write_tensors(path, layout, noted(), spare=self._spare)
-        manifest = self._commit(path, version, digests)
+        manifest = self._described(path, version, digests)
         self.snapshot = version
         self._since_snapshot = 0
         return manifest
@@ -197,29 +226,32 @@ class Publisher:
         tensors: Iterable[tuple[str, Tensor]],
         sent: _Sent,
     ) -> PublicationManifest:
-        digests: dict[str, TensorDigest] = {}
-        forms: dict[str, str] = {}
-        wire: dict[str, Tensor] = {}
-        for name, tensor in tensors:
-            if name not in layout or name in digests:
-                raise ValueError(
-                    f"version {version}: tensor {name} was given twice or is not in the layout"
+        encoding: dict[str, Future[_EncodedTensor]] = {}
+        with BoundedThreads(self._threads) as threads:
+            for name, tensor in tensors:
+                if name not in layout or name in encoding:
+                    raise ValueError(
+                        f"version {version}: tensor {name} was given twice or is not in the layout"
+                    )
+                started = time.perf_counter()
+                encoding[name] = threads.submit(
+                    _encoded, tensor, sent.tensors[name], sent.manifest.tensors[name]
                 )
+                self.encode_s += time.perf_counter() - started
             started = time.perf_counter()
-            digests[name] = digest_of(tensor)
-            if digests[name] == sent.manifest.tensors[name]:
-                forms[name] = SAME
-            else:
-                forms[name], wire[name] = _difference(sent.tensors[name], raw_bytes(tensor))
-            self.encode_s += time.perf_counter() - started
-        if missing := sorted(layout.keys() - digests.keys()):
+        self.encode_s += time.perf_counter() - started
+        if missing := sorted(layout.keys() - encoding.keys()):
             raise ValueError(f"version {version}: missing tensors: {', '.join(missing[:5])}")
+        encoded = {name: task.result() for name, task in encoding.items()}
+        digests = {name: one.digest for name, one in encoded.items()}
+        forms = {name: one.form for name, one in encoded.items()}
+        wire = {name: one.wire for name, one in encoded.items() if one.wire is not None}
         path = self.folder / f"{version:08d}.{DELTA}.safetensors"
         sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
         write_tensors(path, sizes, wire.items())
-        return self._commit(path, version, digests, parent=sent.manifest, forms=forms)
+        return self._described(path, version, digests, parent=sent.manifest, forms=forms)
 
-    def _commit(
+    def _described(
         self,
         path: Path,
         version: int,
@@ -228,8 +260,8 @@ class Publisher:
         parent: PublicationManifest | None = None,
         forms: dict[str, str] | None = None,
     ) -> PublicationManifest:
-        """Write the manifest of a tensor file, which publishes the version."""
-        manifest = PublicationManifest(
+        """Return the manifest of a tensor file."""
+        return PublicationManifest(
             version=version,
             kind=DELTA if parent else FULL,
             parent=parent.version if parent else None,
@@ -242,17 +274,26 @@ class Publisher:
             tensors=digests,
             forms=forms or {},
         )
-        fields = attrs.asdict(manifest, recurse=False)
-        fields["tensors"] = {n: [t.dtype, t.shape, t.digest] for n, t in digests.items()}
-        with whole_or_nothing(manifest_path(self.folder, version)) as file:
-            file.write(json.dumps(fields).encode())
-        return manifest
 
 
-def _difference(old: np.ndarray, new: np.ndarray) -> tuple[str, Tensor]:
-    """Return the form in which ``new`` is sent, and its bytes; overwrite ``old`` with ``new``."""
-    encoded = delta.encode(old, new)
+@attrs.frozen(eq=False)
+class _EncodedTensor:
+    """A tensor as a delta sends it."""
+
+    digest: TensorDigest
+    form: str
+    wire: Tensor | None = None
+    """The bytes that are sent; None if the tensor is the same as before."""
+
+
+def _encoded(tensor: Tensor, old: np.ndarray, was: TensorDigest) -> _EncodedTensor:
+    """Encode a tensor; overwrite its ``old`` bytes, of digest ``was``, with the new ones."""
+    digest = digest_of(tensor)
+    if digest == was:
+        return _EncodedTensor(digest, SAME)
+    new = raw_bytes(tensor)
+    difference = delta.encode(old, new)
     old[:] = new
-    if encoded is None:
-        return FULL, torch.from_numpy(new.copy())
-    return DELTA, torch.from_numpy(encoded)
+    if difference is None:
+        return _EncodedTensor(digest, FULL, torch.from_numpy(new.copy()))
+    return _EncodedTensor(digest, DELTA, torch.from_numpy(difference))

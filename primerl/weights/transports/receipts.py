@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+import torch.distributed as dist
 
-from primerl._common.ranks import is_first_rank, on_first_rank
+from primerl._common.ranks import is_first_rank, on_first_rank, require_group
 
 _IGNORED = (
     "the trainer has tensors that the server's model does not have, such as an untied head where "
@@ -36,18 +37,9 @@ class Fetcher(Protocol):
         ...
 
 
-@runtime_checkable
-class Transport(Protocol):
-    """Protocol of objects that publish the trainer's weights."""
-
-    def publish(self, version: int) -> "Receipt":
-        """Load the weights of ``version`` into every engine; return when all serve them."""
-        ...
-
-
 @attrs.frozen(kw_only=True)
 class Receipt:
-    """The result of one ``publish``; the same on all ranks, except for ``servers``."""
+    """The result of one publication; the same on all ranks, except ``servers`` and ``waited_s``."""
 
     version: int
     kind: str = "full"
@@ -68,17 +60,22 @@ class Receipt:
     """Why the full version was published after a delta; None if it was not."""
     canary: dict[str, float] = attrs.field(factory=dict)
     """Metrics of the canary; empty without one."""
+    waited_s: float | None = None
+    """The seconds for which this rank waited in ``start`` and ``wait``; None after ``publish``."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics for the run's log: ``publish_s``, ``publish_bytes``, and those of the canary.
 
-        The canary's metrics are ``mismatch_kl``, for steps without fresh tokens, and
-        ``canary_difference``, the root mean square difference of logprobs in nats. Both are those
-        of the worst server.
+        ``publish_s`` adds up the seconds of all phases. After ``start``, ``publish_wait_s`` has
+        those for which training waited. The canary's metrics are ``mismatch_kl``, for steps without
+        fresh tokens, and ``canary_difference``, the root mean square difference of logprobs in
+        nats. Both are those of the worst server.
         """
-        publish_s = sum(self.seconds.values())
-        return {"publish_s": publish_s, "publish_bytes": float(self.bytes), **self.canary}
+        found = {"publish_s": sum(self.seconds.values()), "publish_bytes": float(self.bytes)}
+        if self.waited_s is not None:
+            found["publish_wait_s"] = self.waited_s
+        return found | self.canary
 
 
 def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
@@ -89,7 +86,9 @@ def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
     Raises:
         ValueError: rank 0 has no engine, another rank has one, or an engine takes merged weights
             where adapters are sent, or the reverse.
+        RuntimeError: torchrun started several ranks, but there is no process group.
     """
+    require_group()
     if is_first_rank() and not engines:
         raise ValueError("there is no engine to publish to; pass at least one on rank 0")
     if engines and not is_first_rank():
@@ -108,14 +107,14 @@ def check_engines(engines: Sequence[object], *, adapters: bool = False) -> None:
         )
 
 
-def on_all_ranks(receipt: Receipt) -> Receipt:
+def on_all_ranks(receipt: Receipt, group: dist.ProcessGroup | None = None) -> Receipt:
     """Return rank 0's receipt on every rank, without ``servers`` on ranks other than 0."""
-    told = on_first_rank(lambda: attrs.asdict(attrs.evolve(receipt, servers={})))
+    told = on_first_rank(lambda: attrs.asdict(attrs.evolve(receipt, servers={})), group)
     return receipt if is_first_rank() else Receipt(**told)
 
 
 def check_receipts(
-    servers: Mapping[str, list[dict[str, Any]]], *, version: int, digest: str, tensors: int
+    servers: Mapping[str, list[dict[str, Any]]], *, version: int, digest: str | None, tensors: int
 ) -> None:
     """Compare the receipts of all workers with the tensors that the trainer sent.
 
@@ -148,7 +147,9 @@ def a_few(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _fault(receipt: Mapping[str, Any], version: int, digest: str, tensors: int) -> str | None:
+def _fault(
+    receipt: Mapping[str, Any], version: int, digest: str | None, tensors: int
+) -> str | None:
     if receipt.get("version") != version:
         return f"version: still serves version {receipt.get('version')}"
     if unreached := receipt.get("unreached"):

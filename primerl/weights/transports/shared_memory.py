@@ -22,8 +22,10 @@ from primerl._common.ranks import (
     whole_tensors,
 )
 from primerl._common.shared_folder import SharedFolder
+from primerl._common.supported_adapters import refuse_unsupported_adapters
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_engines, on_all_ranks
+from primerl.weights.transports.transport import PendingPublication, Transport
 
 
 @runtime_checkable
@@ -37,7 +39,7 @@ class Receiver(Protocol):
         ...
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """A transport that publishes a model's weights to engines on the same host.
 
         transport = weights.SharedMemory(model, engine)
@@ -62,8 +64,9 @@ class SharedMemory:
         timeout_s: the timeout of loading a version into one engine.
 
     Raises:
-        ValueError: rank 0 has no engine, or another rank has one; or ``quantize`` is given with an
-            engine in this process, which copies master weights.
+        ValueError: rank 0 has no engine, or another rank has one; ``quantize`` is given with an
+            engine in this process, which copies master weights; or the model has adapters other
+            than plain LoRA.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class SharedMemory:
         timeout_s: float = 600.0,
     ) -> None:
         check_engines(engines)
+        refuse_unsupported_adapters(model)
         self._model = model
         self._receivers = [one for one in engines if isinstance(one, Receiver)]
         if quantize is not None and self._receivers:
@@ -115,19 +119,38 @@ class SharedMemory:
             RuntimeError: an engine did not load the weights in time, or loaded others than were
                 sent; the message says which check failed, and where.
         """
-        here, served = on_first_rank(lambda: [bool(self._receivers), self._disk is not None])
+        here, served = self._kinds()
         receipt = Receipt(version=version)
         if served:
             assert self._disk is not None, "only rank 0 may have none"
             receipt = self._disk.publish(version)
         if here:
-            copying, before = self._copy(version), receipt.seconds
-            seconds = {
-                phase: before.get(phase, 0.0) + copying.get(phase, 0.0)
-                for phase in before | copying
-            }
-            receipt = attrs.evolve(receipt, seconds=seconds)
+            copying = self._copy(version)
+            receipt = attrs.evolve(receipt, seconds=_added(receipt.seconds, copying))
         return on_all_ranks(receipt)
+
+    def start(self, version: int) -> PendingPublication:
+        """Begin to publish ``version``: engines in this process copy it at once; see ``Disk``."""
+        here, served = self._kinds()
+        if not served:
+            return super().start(version)
+        assert self._disk is not None, "only rank 0 may have none"
+        self._pending = pending = self._disk.start(version)
+        if not here:
+            return pending
+        began = time.perf_counter()
+        copying = self._copy(version)
+
+        def finish() -> Receipt:
+            receipt = pending.wait()
+            return attrs.evolve(receipt, seconds=_added(receipt.seconds, copying))
+
+        return PendingPublication(version, finish, held_s=time.perf_counter() - began)
+
+    def _kinds(self) -> list[bool]:
+        """Return whether rank 0 has engines in its process, and whether it has servers."""
+        kinds: list[bool] = on_first_rank(lambda: [bool(self._receivers), self._disk is not None])
+        return kinds
 
     def _copy(self, version: int) -> dict[str, float]:
         """Have engines in this process copy the weights; return the seconds by phase."""
@@ -146,6 +169,11 @@ class SharedMemory:
 
         on_first_rank_gathering(work, gathered)
         return seconds
+
+
+def _added(seconds: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """Add up the seconds of each phase."""
+    return {phase: seconds.get(phase, 0.0) + more.get(phase, 0.0) for phase in seconds | more}
 
 
 def _sent_bytes(model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None) -> int:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout, checkpoint_tensors
-from primerl._common.ranks import is_first_rank, on_first_rank, on_first_rank_gathering
+from primerl._common.checkpoint_tensors import Quantizer, checkpoint_layout
+from primerl._common.ranks import is_first_rank, on_first_rank
+from primerl.weights.verification.comparison import TensorComparer, TensorComparison
 from primerl.weights.verification.scoring import (
     Prober,
     mismatch_kl,
@@ -21,13 +22,7 @@ from primerl.weights.verification.scoring import (
     sequences_for,
     trainer_logprobs,
 )
-from primerl.weights.verification.served_tensors import (
-    Reading,
-    TensorComparison,
-    WeightReader,
-    compare,
-    from_builtins,
-)
+from primerl.weights.verification.served_tensors import Reading, WeightReader, from_builtins
 from primerl.weights.verification.verdicts import (
     NOISE_BOUND,
     ServerChecks,
@@ -77,7 +72,7 @@ class Canary:
     server passes if
 
     - each tensor that the server reports equals the trainer's, bit for bit (see
-      ``served_tensors``);
+      ``comparison``);
     - the scores differ by no more than the tolerance, which is 3 times the noise. The noise is the
       median difference of the last 16 checks that passed;
     - since the last passed check, the mean difference has not shifted by more than 8 of its
@@ -99,9 +94,10 @@ class Canary:
     gross faults: the tolerance and the largest difference of one token are doubled, and nothing is
     concluded from movement.
 
-    All ranks create a canary and call ``check``, because the forward pass of a sharded model is a
-    collective. Only rank 0 has an engine, and all ranks get its verdict. docs/verification.md lists
-    which faults are caught at which precision.
+    All ranks create a canary and call ``check``: the forward pass of a sharded model is a
+    collective, and each rank compares the tensors of some of the layers. Only rank 0 has an engine,
+    and all ranks get its verdict. docs/verification.md lists which faults are caught at which
+    precision.
 
     Args:
         model: the trainer's model, a causal language model that returns ``logits``.
@@ -171,6 +167,7 @@ class Canary:
         self._reads = compare_tensors and isinstance(engine, WeightReader)
         self._checks = ServerChecks(dtype=dtype, tolerance=tolerance)
         self._rounding: float | None = None
+        self._comparer = TensorComparer(model, wire=dtype, quantize=quantize)
         self._base: dict[str, TensorComparison] = {}
         """The comparison of the base model under an adapter; empty until its tensors were right."""
 
@@ -217,25 +214,21 @@ class Canary:
     def _compared(self, version: int) -> dict[str, TensorComparison]:
         """Compare the tensors of each server with the trainer's; empty if none can be read.
 
-        All ranks take part in gathering the trainer's tensors, and rank 0 compares.
+        All ranks compare, and rank 0 has the result.
         """
         readings: dict[str, list[Reading]] = {}
-        merged = getattr(self._engine, "adapter", None) is None
 
         def read() -> list[bool]:
             readings.update(self._read(version) if self._reads and not self._base else {})
-            return [bool(readings), merged]
+            return [bool(readings), getattr(self._engine, "adapter", None) is None]
 
         found, merged = on_first_rank(read)
         if not found:
             return self._base
-        tensors = checkpoint_tensors(self.model, merge_adapters=merged, quantize=self._quantize)
-        compared = on_first_rank_gathering(
-            lambda: compare(tensors, readings, wire=self.dtype), tensors
-        )
+        compared = self._comparer.compare(readings, merge_adapters=merged)
         if compared and not merged and not any(one.wrong for one in compared.values()):
             self._base = compared
-        return compared or {}
+        return compared
 
     def _read(self, version: int) -> dict[str, list[Reading]]:
         assert isinstance(self._engine, WeightReader)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from primerl.weights.transports.receipts import a_few
+from primerl.weights.verification.comparison import TensorComparison
 from primerl.weights.verification.scoring import movement, rms
-from primerl.weights.verification.served_tensors import TensorComparison
 
 NOISE_BOUND = {torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.3}
 NOISE_LEAST = {torch.float32: 3e-6, torch.bfloat16: 3e-3, torch.float16: 3e-3}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from primerl._common.ranks import is_first_rank, local_part, on_first_rank, saved_tensors
 from primerl.weights.transports.adapter import Adapter
-from primerl.weights.transports.receipts import Transport
+from primerl.weights.transports.transport import Transport
 from primerl.weights.verification.canary import Canary
 from primerl.weights.verification.scoring import movement, rms, trainer_logprobs
 

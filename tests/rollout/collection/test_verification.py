@@ -1,6 +1,7 @@
 """Provisional versions: their groups wait, and are never trained if the version is rejected."""
 
 import asyncio
+import functools
 import random
 import threading
 import time
@@ -140,7 +141,7 @@ def test_waiting_steps_wait_for_verification_before_a_group_goes_stale():
     assert held.take(2)[0].versions.max() == 1
 
 
-def test_state_keeps_the_marked_versions():
+def test_state_keeps_the_marked_versions_and_a_resumed_buffer_drops_what_was_provisional():
     held = buffer()
     stored(held, 0, 1, 2)
     held.mark_version(0, verified=True)
@@ -148,8 +149,11 @@ def test_state_keeps_the_marked_versions():
     other = buffer()
     other.restore(held.state())
 
-    assert other.awaiting_verification == {2: 1}
+    assert other.awaiting_verification == {}
+    assert other.dropped["unverified"] == 2, "version 2 was published again, not verified"
+    other.mark_version(2, verified=True)
     assert other.take(2)[0].versions.max() == 0
+    assert other.take(2) is None
     assert other.verification.any_rejected([1])
     assert other.started == 3
 
@@ -177,7 +181,11 @@ def test_no_unverified_token_is_taken_whenever_versions_are_marked(data):
             marked[one] = verified
             held.mark_version(one, verified=verified)
         elif action == "take":
+            before = held.state()
+            fills = held.would_fill(version)
+            assert held.state() == before, "a question changes nothing"
             taken = held.take(version)
+            assert fills == (taken is not None)
             for group in taken or ():
                 everything = group.samples[0].versions
                 assert all(marked.get(int(v)) for v in everything if v >= 0)
@@ -242,6 +250,70 @@ def test_versions_that_are_verified_are_trained_and_a_rejected_one_is_not(isolat
     assert stats["trained"] == 36
     assert max(trained) >= 9
     assert stats["dropped_by"]["unverified"] >= 1
+
+
+def test_a_question_about_a_step_expires_and_reserves_nothing():
+    held = buffer(groups_per_step=2, max_staleness=1)
+    stored(held, 0, 0)
+    held.mark_version(0, verified=True)
+    assert held.would_fill(0)
+    assert not held.would_fill(2), "too old"
+    assert not held.would_fill(-1), "of the future"
+    assert held.first_version is None
+    reserved = held.reserve(0)
+    assert not held.would_fill(0), "reserved groups are on their way"
+    held.deliver()
+    assert len(reserved) == held.trained == 2
+
+
+def test_ready_says_whether_take_would_wait_and_changes_nothing():
+    engine = testing.ScriptedEngine()
+    with make_worker(engine, max_staleness=0) as rollouts:
+        assert not rollouts.ready(0)
+        until(lambda: rollouts.stats()["buffered"] == 3)
+        assert not rollouts.ready(0), "the version is provisional"
+        rollouts.mark_version(0, verified=True)
+        before = rollouts.stats()
+        assert rollouts.ready(0)
+        assert rollouts.ready(np.int64(0))
+        assert rollouts.stats()["buffered"] == before["buffered"] == 3
+        assert len(rollouts.take(0)) == 3
+        assert not rollouts.ready(1)
+        assert balanced(rollouts.stats())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize(("step_s", "publish_s"), [(0.0, 0.02), (0.02, 0.0), (0.03, 0.01)])
+def test_versions_that_arrive_during_the_next_step_never_stall_it(max_staleness, step_s, publish_s):
+    """As in glm_swe.py: fast rollouts and slow ones, a version on its way at each take."""
+    engine = testing.ScriptedEngine(latency=0.002)
+    with make_worker(engine, max_staleness=max_staleness) as rollouts:
+
+        def start(version):
+            def arrive():
+                time.sleep(publish_s)
+                engine.update_weights({}, version=version)
+
+            thread = threading.Thread(target=arrive)
+            thread.start()
+
+            def wait():
+                thread.join()
+                rollouts.mark_version(version, verified=True)
+
+            return functools.cache(wait)
+
+        wait = start(0)
+        for step in range(10):
+            if not rollouts.ready(step):
+                wait()
+            groups = rollouts.take(step)
+            stale = [step - int(v) for group in groups for v in group.versions]
+            assert 0 <= min(stale) <= max(stale) <= max_staleness
+            time.sleep(step_s)
+            wait()
+            wait = start(step + 1)
+        wait()
 
 
 @pytest.mark.thorough
@@ -407,4 +479,4 @@ def test_without_a_mark_nothing_waits_and_a_resumed_buffer_remembers_the_first()
     resumed = buffer(await_verification=None)
     resumed.restore(held.state())
 
-    assert resumed.awaiting_verification == {0: 1}
+    assert resumed.dropped == {"unverified": 1}

@@ -2,11 +2,13 @@
 
 import asyncio
 import copy
+import gc
 import random
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -264,7 +266,7 @@ def test_its_load_is_what_runs_waits_and_is_cached():
         engine._model.register_forward_pre_hook(lambda *_: passes.acquire() and None)
         asyncio.run(main(engine))
         assert engine.metrics()["this process"]["vllm:kv_cache_usage_perc"] == 0
-    with pytest.raises(RuntimeError, match="not running"):
+    with pytest.raises(RuntimeError, match="was closed"):
         engine.metrics()
 
 
@@ -361,7 +363,10 @@ def test_logits_that_are_not_numbers_fail_their_own_request():
             answers = asyncio.run(main(engine))
             for answer in answers[:3] + answers[-3:]:
                 assert isinstance(answer, RuntimeError)
-                assert str(answer) == "generation failed: the logits of token 0 are not numbers"
+                assert str(answer).startswith(
+                    "generation failed: the logits of token 0 are not numbers under the weights "
+                    "of version 0. Either the weights hold NaN"
+                )
             for answer in answers[3:-3]:
                 failed = isinstance(answer, RuntimeError)  # it sampled token 9 itself
                 assert failed or not (answer.token_ids[:-1] == 9).any()
@@ -410,7 +415,7 @@ def test_a_failed_update_fails_the_requests_in_flight_and_a_good_one_mends_it(mo
             with pytest.raises(MemoryError):
                 await asyncio.to_thread(engine.update_weights, good, version=1)
         for request in (running, engine.generate([5], short)):
-            with pytest.raises(RuntimeError, match="update failed: no room"):
+            with pytest.raises(RuntimeError, match="version 1 failed: MemoryError: no room"):
                 await asyncio.wait_for(request, 5)
         await asyncio.to_thread(engine.update_weights, good, version=1)
         return await engine.generate([5], short)
@@ -433,6 +438,19 @@ def test_the_engine_serves_a_copy():
         assert torch.equal(tensor, original[name])
 
 
+def keep_busy(engine):
+    """Have the engine wait in an update, so that later ones queue; return what ends it."""
+    begun, ends = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        ends.wait(30)
+
+    engine._decoder.update(wait, 0)
+    assert begun.wait(30)
+    return ends
+
+
 def test_of_two_updates_at_once_the_older_one_is_refused():
     model = wide_model("qwen3")
     state = dict(model.state_dict())
@@ -441,8 +459,7 @@ def test_of_two_updates_at_once_the_older_one_is_refused():
         engine.update_weights(state, version=version)
 
     with rollout.TransformersEngine(model) as engine, ThreadPoolExecutor(2) as pool:
-        busy = threading.Event()
-        engine._decoder.update(lambda: busy.wait(30) and None, 0)
+        busy = keep_busy(engine)
         updates = engine._decoder._updates
         newer = pool.submit(update, 2)
         while len(updates) < 1:
@@ -460,24 +477,34 @@ def test_of_two_updates_at_once_the_older_one_is_refused():
 def test_a_failed_update_is_remembered_by_an_engine_that_is_started_again():
     model = wide_model("qwen3")
     good = dict(model.state_dict())
-    bad = {name: tensor.to("meta") for name, tensor in good.items()}
-    engine = rollout.TransformersEngine(model)
+    engine = rollout.TransformersEngine(model, share_weights=True)
     with engine:
-        with pytest.raises(NotImplementedError):
-            engine.update_weights(bad, version=1)
+        with pytest.raises(ZeroDivisionError), engine.update_in_place(version=1):
+            1 / 0  # noqa: B018
         with pytest.raises(RuntimeError, match="already running"):
             engine.start()
     with engine:
-        with pytest.raises(RuntimeError, match="weight update failed"):
+        with pytest.raises(RuntimeError, match="weight update to version 1 failed"):
             asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
         engine.update_weights(good, version=1)
         completion = asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
     assert completion.versions.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("setting", [{"max_concurrent": 0}, {"cache_tokens": 1}])
-def test_an_engine_that_could_serve_nothing_is_refused(setting):
-    with pytest.raises(ValueError, match=f"{next(iter(setting))} is .*, expected at least"):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"max_concurrent": 0}, "max_concurrent is 0, expected a whole number of at least 1"),
+        ({"max_concurrent": 2.5}, "max_concurrent is 2.5, expected a whole number of at least 1"),
+        ({"cache_tokens": 1}, "cache_tokens is 1, expected a whole number of at least 2"),
+        ({"version": -1}, "version is -1, expected a whole number of at least 0"),
+        ({"seed": "x"}, "seed is 'x', expected a whole number"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', expected a torch.dtype with floating point"),
+        ({"dtype": torch.int64}, "dtype is torch.int64, expected a torch.dtype with floating"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
         rollout.TransformersEngine(wide_model(), **setting)
 
 
@@ -521,8 +548,10 @@ def test_shared_weights_change_between_two_steps():
             train(1)
         with pytest.raises(ZeroDivisionError), engine.update_in_place(version=3):
             raise ZeroDivisionError
-        with pytest.raises(RuntimeError, match="changed in place when an error occurred"):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError.* until .*update_in_place") as e:
             asyncio.run(engine.generate([5], params))
+        assert isinstance(e.value.__cause__, ZeroDivisionError)
+        assert e.value.__cause__.__traceback__ is None  # its frames hold the engine
         assert engine.version == 2
 
     assert model.get_input_embeddings().weight.grad is not None
@@ -542,7 +571,6 @@ def test_shared_weights_change_between_two_steps():
 def test_an_update_in_place_ends_with_the_engine():
     """It does not wait for its time limit."""
     engine = rollout.TransformersEngine(wide_model("qwen3"), share_weights=True)
-    busy = threading.Event()
 
     def change():
         with engine.update_in_place(version=1):
@@ -550,7 +578,7 @@ def test_an_update_in_place_ends_with_the_engine():
 
     with engine, ThreadPoolExecutor(1) as pool:
         decoder = engine._decoder
-        decoder.update(lambda: busy.wait(30) and None, 0)
+        busy = keep_busy(engine)
         change_it = pool.submit(change)
         while not decoder._updates:
             time.sleep(0.001)
@@ -559,6 +587,90 @@ def test_an_update_in_place_ends_with_the_engine():
         busy.set()
         with pytest.raises(RuntimeError, match="the engine was closed"):
             change_it.result(30)
+
+
+def test_an_engine_that_serves_a_copy_is_not_updated_in_place():
+    with rollout.TransformersEngine(wide_model("qwen3")) as engine:
+        with pytest.raises(ValueError, match="share_weights=True, or publish"):
+            with engine.update_in_place(version=1):
+                pass
+        assert engine.version == 0
+
+
+def test_calls_that_would_wait_for_their_own_update_in_place_are_refused_at_once():
+    model = wide_model("qwen3")
+    state = dict(model.state_dict())
+    params = SamplingParams(max_tokens=2)
+
+    def nest():
+        with engine.update_in_place(version=2):
+            pass
+
+    async def main():
+        other = asyncio.create_task(engine.generate([5], params, session="beside"))
+        with engine.update_in_place(version=1):
+            for call in (
+                lambda: engine.update_weights(state, version=2),
+                lambda: weights.SharedMemory(model, engine).publish(2),
+                nest,
+                engine.close,
+            ):
+                with pytest.raises(RuntimeError, match="within update_in_place"):
+                    call()
+            for request in (
+                engine.generate([5], params),
+                asyncio.gather(engine.generate([5], params)),
+                asyncio.to_thread(engine.update_weights, state, version=2),
+            ):
+                with pytest.raises(RuntimeError, match="within update_in_place"):
+                    await request
+            await asyncio.sleep(0.05)  # the other task sends its request meanwhile
+        return await other, await engine.generate([5], params)
+
+    with rollout.TransformersEngine(model, share_weights=True) as engine:
+        completions = asyncio.run(asyncio.wait_for(main(), 60))
+        nest()
+        assert engine.version == 2
+
+    assert [completion.versions.tolist() for completion in completions] == [[1, 1], [1, 1]]
+
+
+def test_an_update_that_does_not_begin_in_time_does_not_take_effect():
+    model = wide_model("qwen3")
+    state = dict(model.state_dict())
+    with rollout.TransformersEngine(model, share_weights=True) as engine:
+        with ThreadPoolExecutor(1) as pool, engine.update_in_place(version=1):
+            update = pool.submit(engine.update_weights, state, version=2, timeout_s=0.05)
+            with pytest.raises(RuntimeError, match="0.05 s; loading has not begun, and will not"):
+                update.result(30)
+        assert engine.version == 1
+
+
+def test_an_engine_whose_update_failed_is_freed_when_it_is_dropped():
+    model = testing.tiny_model("qwen3")
+    engine = rollout.TransformersEngine(model, share_weights=True).start()
+    with pytest.raises(ZeroDivisionError), engine.update_in_place(version=1):
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="until update_weights or update_in_place succeeds"):
+        asyncio.run(engine.generate([5], SamplingParams(max_tokens=2)))
+    thread = engine._decoder._thread
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class UncopiedError(Exception):
+    def __init__(self, *, text):
+        super().__init__(text)
+
+
+def test_an_error_that_cannot_be_copied_is_named_too():
+    with rollout.TransformersEngine(wide_model("qwen3"), share_weights=True) as engine:
+        with pytest.raises(UncopiedError), engine.update_in_place(version=1):
+            raise UncopiedError(text="the step diverged")
+        with pytest.raises(RuntimeError, match="UncopiedError: the step diverged"):
+            asyncio.run(engine.generate([5], SamplingParams(max_tokens=2)))
 
 
 def test_weights_in_another_dtype_cannot_be_shared():
@@ -600,8 +712,44 @@ def test_wrong_weights_are_refused_and_change_nothing():
                 engine.update_weights(bad, version=3)
         with pytest.raises(ValueError, match="older"):
             engine.update_weights(good, version=1)
+        for version in (-1, 2.5, "3", True):
+            with pytest.raises(ValueError, match="expected a whole number of at least 0"):
+                engine.update_weights(good, version=version)
 
         assert engine.version == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: (tensor * 100).to(torch.int8), "have the dtype torch.int8"),
+        (lambda tensor: tensor.to("meta"), "have no values"),
+    ],
+)
+def test_weights_of_another_kind_are_refused_and_change_nothing(change, message):
+    model = testing.tiny_model("qwen3")
+    given = dict(model.state_dict())
+    name = next(iter(given))
+    with rollout.TransformersEngine(model, seed=0) as engine:
+        before = asyncio.run(generate_all(engine, [([5, 6, 7], SamplingParams(max_tokens=8))]))
+        with pytest.raises(ValueError, match=f"weights for '{name}' {message}"):
+            engine.update_weights({**given, name: change(given[name])}, version=1)
+        assert engine.version == 0
+        again = asyncio.run(generate_all(engine, [([5, 6, 7], SamplingParams(max_tokens=8))]))
+    assert len(before[0].token_ids) == len(again[0].token_ids)
+
+
+def test_an_engine_that_is_dropped_without_being_closed_is_freed():
+    engine = rollout.TransformersEngine(testing.tiny_model("qwen3"), seed=0).start()
+    asyncio.run(generate_all(engine, [([5, 6, 7], SamplingParams(max_tokens=8))]))
+    model = weakref.ref(engine._model)
+    thread = engine._decoder._thread
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    gc.collect()
+    assert model() is None
 
 
 def test_tied_weights_are_sent_once_and_loaded_under_both_names():
@@ -633,6 +781,16 @@ def test_unsupported_models_are_refused_naming_vllm(family, reason):
         rollout.TransformersEngine(tiny_family(family))
 
 
+@pytest.mark.parametrize("has_other_head", [False, True])
+def test_a_model_without_a_language_model_head_is_refused(has_other_head):
+    from transformers import LlamaForSequenceClassification
+
+    model = testing.tiny_model("llama")
+    headless = LlamaForSequenceClassification(model.config) if has_other_head else model.model
+    with pytest.raises(ValueError, match="has no language-model head; expected a causal"):
+        rollout.TransformersEngine(headless)
+
+
 def test_inference_mode_is_refused():
     model = wide_model()
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
@@ -651,13 +809,41 @@ def test_inference_mode_is_refused():
         ([], SamplingParams(max_tokens=3), "prompt is empty"),
         ([5, 64], SamplingParams(max_tokens=3), "vocabulary of 64"),
         ([-1], SamplingParams(max_tokens=3), "vocabulary of 64"),
-        ([5], SamplingParams(max_tokens=128), "exceed the context of 128"),
+        ([5], SamplingParams(max_tokens=128), "the context of 128 .* the model's positions"),
+        (
+            [1.5],
+            SamplingParams(max_tokens=3),
+            r"the prompt is \[1.5\]; expected a sequence of token",
+        ),
+        ("hello", SamplingParams(max_tokens=3), "the prompt is 'hello'; expected a sequence of"),
+        (None, SamplingParams(max_tokens=3), "the prompt is None; expected .*tokenizer.encode"),
+        ([[5, 6]], SamplingParams(max_tokens=3), "expected a sequence of token ids"),
     ],
 )
 def test_requests_that_it_cannot_serve_are_refused(prompt, params, message):
     with rollout.TransformersEngine(wide_model()) as engine:
         with pytest.raises(ValueError, match=message):
             asyncio.run(engine.generate(prompt, params))
+
+
+def test_a_request_beyond_a_small_cache_is_refused_naming_the_cache():
+    with rollout.TransformersEngine(wide_model(), cache_tokens=31) as engine:
+        with pytest.raises(ValueError, match=r"31 tokens, the limit of .*\(cache_tokens\)"):
+            asyncio.run(engine.generate([5], SamplingParams(max_tokens=31)))
+
+
+def test_an_engine_that_was_closed_says_so_and_can_be_started_again():
+    engine = rollout.TransformersEngine(wide_model())
+    with engine:
+        pass
+    with pytest.raises(RuntimeError, match=r"was closed; engine.start\(\) serves again"):
+        asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+    with pytest.raises(RuntimeError, match="was closed"):
+        engine.metrics()
+    engine.start()
+    completion = asyncio.run(engine.generate([5], SamplingParams(max_tokens=3)))
+    engine.close()
+    assert len(completion.token_ids) == 3
 
 
 def test_an_engine_that_is_not_running_raises():
@@ -669,7 +855,7 @@ def test_an_engine_that_is_not_running_raises():
 
 
 def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
-    before = threading.active_count()
+    before = {*threading.enumerate()}
 
     async def main():
         with rollout.TransformersEngine(wide_model()) as engine:
@@ -680,7 +866,8 @@ def test_closing_fails_what_is_in_flight_and_leaves_no_thread():
 
     asyncio.run(main())
 
-    assert threading.active_count() == before
+    left = {thread.name for thread in {*threading.enumerate()} - before}
+    assert left <= {"primerl-clock"}, "one thread of the process, for all workers"
 
 
 @pytest.mark.thorough

@@ -137,10 +137,81 @@ def test_a_state_of_other_tasks_is_refused(kind, make, drawn):
     same.restore(state)
     assert same.draw() == stream.draw()
     if drawn:
-        with pytest.raises(
-            ValueError, match="taken after a different task .*'another [0-4]'.*digest"
-        ):
+        shuffled = isinstance(stream, rollout.Shuffled)
+        reason = "list of tasks has changed" if shuffled else "different task .*'another [0-4]'"
+        with pytest.raises(ValueError, match=reason):
             make(kind(others)).restore(state)
+
+
+def test_a_shuffled_stream_notices_any_edited_task_of_a_list():
+    """The edited task is not the one drawn last, and their number is the same."""
+    stream = rollout.Shuffled(rows(50), seed=0)
+    last = int(ids(stream, 10)[-1])
+    for edited in {0, 49} - {last}:
+        tasks = rows(50)
+        tasks[edited] = tasks[edited] | {"prompt": "edited"}
+        with pytest.raises(ValueError, match="the list of tasks has changed. Resume with the same"):
+            rollout.Shuffled(tasks, seed=0).restore(stream.state())
+    with pytest.raises(ValueError, match="the list of tasks has changed"):
+        rollout.Shuffled(rows(50)[::-1], seed=0).restore(stream.state())
+
+
+def test_of_tasks_that_cannot_be_digested_the_last_is_compared():
+    class Opaque:
+        pass
+
+    thing = Opaque()
+    tasks = [{"prompt": f"p{n}", "thing": thing} for n in range(5)]
+    for each in (tasks, Dataset(5)):
+        stream = rollout.Shuffled(each, seed=0)
+        ids(stream, 3)
+        assert stream.state()["digests"] is None
+        again = rollout.Shuffled(each, seed=0)
+        again.restore(stream.state())
+        assert again.draw() == stream.draw()
+    with pytest.raises(ValueError, match="taken after a different task"):
+        rollout.Shuffled([{"prompt": "other"}] * 5, seed=0).restore(stream.state())
+
+
+def test_a_state_from_before_states_had_digests():
+    stream = rollout.Shuffled(rows(5), seed=0)
+    ids(stream, 3)
+    state = stream.state()
+    del state["digests"]
+    again = rollout.Shuffled(rows(5), seed=0)
+    again.restore(state)
+    assert again.draw() == stream.draw()
+    with pytest.raises(ValueError, match="taken after a different task"):
+        rollout.Shuffled([{"prompt": "other"}] * 5, seed=0).restore(state)
+
+
+def test_a_mixture_names_the_stream_whose_tasks_have_changed():
+    def mixture(count):
+        tasks = {"a": rows(5), "b": rows(count)}
+        return rollout.Mixture({n: rollout.Shuffled(t, seed=0) for n, t in tasks.items()})
+
+    with pytest.raises(ValueError, match="the stream 'b' of the mixture: .*list of tasks has"):
+        mixture(6).restore(mixture(5).state())
+
+
+STREAMS = {
+    "InOrder": rollout.InOrder,
+    "Shuffled": lambda tasks: rollout.Shuffled(tasks, seed=0),
+    "DifficultyPools": lambda tasks: rollout.DifficultyPools(tasks, seed=0),
+    "Mixture": lambda tasks: rollout.Mixture({"a": tasks}),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("other", [*STREAMS, None])
+def test_a_state_of_another_kind_of_stream_is_refused(kind, other):
+    stream = STREAMS[kind](rows(3))
+    state = json.loads(json.dumps(STREAMS[other](rows(3)).state())) if other else None
+    if other == kind:
+        stream.restore(state)
+    else:
+        with pytest.raises(ValueError, match=f"does not fit a stream of the kind {kind}"):
+            stream.restore(state)
 
 
 def test_other_weights_or_another_seed_of_a_state():

@@ -89,7 +89,7 @@ def test_one_adapter_of_two(tmp_path):
         ({"use_dora": True}, "not a plain, unmerged LoRA"),
         ({"target_modules": ["embed_tokens"]}, "not a plain, unmerged LoRA"),
         ({"bias": "all", "target_modules": ["q_proj"]}, "trained too"),
-        ({"modules_to_save": ["lm_head"]}, "trained too"),
+        ({"modules_to_save": ["lm_head"]}, "a copy that is trained"),
     ],
 )
 def test_what_engines_cannot_add_is_refused(tmp_path, config, message):

@@ -4,18 +4,21 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from publishing import same_bits
+from resident_pages import AROUND, resident_pages
 from safetensors.torch import load_file
 
-from primerl._common import shared_folder
+from primerl._common import shared_folder, tensor_files
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl._common.shared_folder import SharedFolder, acquire, shared_memory
 from primerl._common.tensor_files import map_tensors, write_tensors
-from primerl.weights.transports import publications
+from primerl.weights.transports import folder_reader, host_copy, publications
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.transports.publisher import Publisher
 
@@ -38,8 +41,15 @@ def tensors_of(version):
 LAYOUT = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in tensors_of(0).items()}
 
 
+def written(publisher, version, layout, tensors):
+    """Publish a version, as a rank alone."""
+    manifest = publisher.prepare(version, layout, tensors)
+    publisher.commit()
+    return manifest
+
+
 def publish(publisher, version):
-    return publisher.write(version, LAYOUT, iter(tensors_of(version).items()))
+    return written(publisher, version, LAYOUT, iter(tensors_of(version).items()))
 
 
 def versions_in(folder):
@@ -141,7 +151,7 @@ def test_full_versions_in_memory_are_written_over_the_last_but_one(tmp_path, rea
         assert versions_in(tmp_path) == [version]
     assert files[0] == files[2] == files[4] != files[1] == files[3]
     smaller = {"fp32": LAYOUT["fp32"]}
-    publisher.write(6, smaller, [("fp32", tensors_of(6)["fp32"])])
+    written(publisher, 6, smaller, [("fp32", tensors_of(6)["fp32"])])
     assert same_bits(read(reader, 6), {"fp32": tensors_of(6)["fp32"]})
 
 
@@ -293,13 +303,13 @@ def test_a_reader_locks_the_copy(deltas, reader):
 def test_an_interrupted_copy_is_made_again(deltas, reader):
     read(reader, 2)
     state_file(reader).write_text(json.dumps({"digest": None}))  # as during a patch
-    map_tensors(reader._copy._tensors, writable=True)["table"].zero_()
+    map_tensors(reader._copy._place.path / "tensors.safetensors", writable=True)["table"].zero_()
     assert same_bits(read(reader, 3), tensors_of(3))
 
 
 def test_a_copy_with_wrong_bytes_is_made_again(deltas, reader):
     reader.fetch(3)
-    map_tensors(reader._copy._tensors, writable=True)["fixed"].zero_()
+    map_tensors(reader._copy._place.path / "tensors.safetensors", writable=True)["fixed"].zero_()
     reader.open(3)
     reader.release(distrust=True)  # what a receiver does when digests differ
     assert same_bits(read(reader, 3), tensors_of(3))
@@ -307,7 +317,7 @@ def test_a_copy_with_wrong_bytes_is_made_again(deltas, reader):
 
 def test_a_change_behind_the_copys_back_is_found_by_the_next_delta(deltas, reader):
     read(reader, 2)
-    map_tensors(reader._copy._tensors, writable=True)["fixed"].zero_()
+    map_tensors(reader._copy._place.path / "tensors.safetensors", writable=True)["fixed"].zero_()
     with pytest.raises(ValueError, match="version 3 is wrong: fixed differ from the published"):
         reader.fetch(3)
     assert same_bits(read(reader, 3), tensors_of(3)), "the next try starts from the full version"
@@ -397,7 +407,7 @@ def test_other_files_in_a_folder_of_publications_are_left_alone(tmp_path):
     (tmp_path / "00000099.json").mkdir()
     publisher = Publisher(tmp_path)
     for version in (1, 2):
-        manifest = publisher.write(version, LAYOUT, iter(tensors_of(version).items()))
+        manifest = written(publisher, version, LAYOUT, iter(tensors_of(version).items()))
     publisher.retain(manifest, keep=2)
 
     left = {path.name for path in tmp_path.iterdir()}
@@ -408,7 +418,7 @@ def test_a_delta_of_another_run_is_refused(tmp_path, deltas, reader):
     """Version 3 of a run that was restarted: same number, other tensors."""
     other = tmp_path / "other"
     publisher = Publisher(other)
-    publisher.write(3, LAYOUT, iter(tensors_of(17).items()))
+    written(publisher, 3, LAYOUT, iter(tensors_of(17).items()))
     for name in ("00000003.json", "00000003.full.safetensors"):
         shutil.copy(other / name, deltas.folder / name)
     with pytest.raises(ValueError, match=r"00000004.json in .* has the wrong parent: version 3"):
@@ -418,7 +428,7 @@ def test_a_delta_of_another_run_is_refused(tmp_path, deltas, reader):
 def test_a_run_resumed_from_an_earlier_version_replaces_the_later_ones(deltas, reader):
     assert same_bits(read(reader, 4), tensors_of(4))
     again = Publisher(deltas.folder, encoding="delta")
-    again.write(3, LAYOUT, iter(tensors_of(17).items()))
+    written(again, 3, LAYOUT, iter(tensors_of(17).items()))
     assert versions_in(deltas.folder) == [1, 2, 3]
     assert same_bits(read(reader, 3), tensors_of(17))
 
@@ -439,7 +449,7 @@ def test_an_error_while_gathering_publishes_nothing_and_the_next_is_whole(deltas
         raise OSError("a rank went away")
 
     with pytest.raises(OSError, match="went away"):
-        deltas.write(5, LAYOUT, broken())
+        written(deltas, 5, LAYOUT, broken())
     assert versions_in(deltas.folder) == [1, 2, 3, 4]
     assert publish(deltas, 5).kind == "full"
 
@@ -456,7 +466,7 @@ def test_retention_keeps_what_a_late_joiner_needs(tmp_path):
 def test_another_model_starts_with_a_full_version(deltas):
     layout = {**LAYOUT, "new": TensorLayout(torch.float32, (2,))}
     tensors = {**tensors_of(5), "new": torch.ones(2)}
-    assert deltas.write(5, layout, iter(tensors.items())).kind == "full"
+    assert written(deltas, 5, layout, iter(tensors.items())).kind == "full"
 
 
 def test_bad_settings_are_refused(tmp_path):
@@ -507,3 +517,120 @@ def test_files_that_are_not_publications_are_never_removed_or_written(tmp_path):
     for path in (outside, *(folder / name for name in names)):
         assert path.read_text() == "of the user"
     assert versions_in(folder) == [2]
+
+
+def test_receivers_of_a_host_share_the_work_on_parts(tmp_path, monkeypatch):
+    """Each part is patched once, by one of the receivers, at the same time as the others."""
+    publishers = [Publisher(tmp_path, encoding="delta")]
+    publishers += [Publisher(tmp_path / f"part-{n:04d}", encoding="delta") for n in (1, 2, 3)]
+    tensors = [{f"table{n}": torch.zeros(1000, dtype=torch.bfloat16)} for n in range(4)]
+
+    def publish_all(version):
+        digests = {}
+        for n, publisher in reversed(list(enumerate(publishers))):
+            layout = {k: TensorLayout(t.dtype, tuple(t.shape)) for k, t in tensors[n].items()}
+            manifest = publisher.prepare(version, layout, tensors[n].items())
+            publisher.commit(parts={} if n else digests)
+            digests[f"part-{n:04d}"] = manifest.digest
+
+    taken, together = [], threading.Barrier(2)
+    take = host_copy.CopiedPart._take
+
+    def counted(part, step, path):
+        taken.append((step.version, path.parent.name))
+        if len(taken) in (5, 6):  # the first part of each receiver
+            together.wait(30.0)
+        take(part, step, path)
+
+    monkeypatch.setattr(host_copy.CopiedPart, "_take", counted)
+    readers = [FolderReader(tmp_path) for _ in range(2)]
+    publish_all(1)
+    readers[0].fetch(1)
+    for n in range(4):
+        tensors[n][f"table{n}"][n] = 1.0
+    publish_all(2)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(reader.fetch, 2) for reader in readers]:
+            done.result(60.0)
+    folders = sorted([tmp_path.name, "part-0001", "part-0002", "part-0003"])
+    assert sorted(name for version, name in taken if version == 1) == folders
+    assert sorted(name for version, name in taken if version == 2) == folders
+    for reader in readers:
+        manifest, held = reader.open(2)
+        assert set(held) == set(manifest.tensors) == {f"table{n}" for n in range(4)}
+        assert all(float(held[f"table{n}"][n]) == 1.0 for n in range(4))
+        reader.release()
+    for reader in readers:
+        reader.close()
+
+
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_a_version_is_mapped_and_read_before_it_is_opened(tmp_path, reader, encoding, monkeypatch):
+    """The engine pauses from ``open`` on, so nothing is left to it but to lock the files."""
+    tensors = {name: torch.full((1 << 22,), n, dtype=torch.uint8) for n, name in enumerate("abcd")}
+    layout = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    written(Publisher(tmp_path, encoding=encoding), 1, layout, tensors.items())
+    other = FolderReader(tmp_path)
+    other.fetch(1)  # makes the copy
+    reader.fetch(1, needs=lambda name: name in "ac")
+    other.close()
+
+    def refuse(*arguments):
+        raise AssertionError(f"{arguments} is read during the pause")
+
+    monkeypatch.setattr(folder_reader, "read_manifest", refuse)
+    monkeypatch.setattr(tensor_files, "map_tensors", refuse)
+    _, opened = reader.open(1)
+    for name, tensor in opened.items():
+        pages = resident_pages(tensor)
+        assert pages > 1000 if name in "ac" else pages <= AROUND
+    assert same_bits(opened, tensors)
+
+
+def test_a_file_that_was_replaced_after_it_was_mapped(tmp_path, reader):
+    publisher = Publisher(tmp_path)
+    manifest = publish(publisher, 1)
+    reader.fetch(1)
+    write_tensors(tmp_path / manifest.file, LAYOUT, tensors_of(2).items())
+    _, opened = reader.open(1)
+    assert same_bits(opened, tensors_of(2)), "the worker's digests differ from the manifest's"
+
+
+def test_all_tensors_of_a_copy_that_are_wrong_are_named(deltas, reader, monkeypatch):
+    reader.fetch(3)
+    monkeypatch.setattr(host_copy.delta, "apply", lambda source, target: None)
+    with pytest.raises(ValueError, match="copy of version 4 is wrong: table differ"):
+        reader.fetch(4)
+    monkeypatch.setattr(host_copy, "_patch", lambda source, target, form: None)
+    with pytest.raises(ValueError, match="copy of version 4 is wrong: .*, .*, .* differ"):
+        reader.fetch(4)
+    monkeypatch.undo()
+    assert same_bits(read(reader, 4), tensors_of(4))
+
+
+def test_a_patch_that_fails_names_its_tensor_and_leaves_no_thread(deltas, reader, monkeypatch):
+    def fail(source, target):
+        raise ValueError("the difference is damaged")
+
+    reader.fetch(3)
+    monkeypatch.setattr(host_copy.delta, "apply", fail)
+    with pytest.raises(ValueError, match="00000004.delta.safetensors: table: the difference is"):
+        reader.fetch(4)
+    assert not [t for t in threading.enumerate() if t.name.startswith("primerl-beside")]
+    monkeypatch.undo()
+    assert same_bits(read(reader, 4), tensors_of(4))
+
+
+def test_a_part_of_another_publication_is_refused(tmp_path):
+    whole, part = Publisher(tmp_path), Publisher(tmp_path / "part-0001")
+    layout = {"a": TensorLayout(torch.float32, (2,))}
+    for publisher, parts in ((part, {}), (whole, {"part-0001": "0" * 32})):
+        publisher.prepare(1, layout, {"a": torch.ones(2)}.items())
+        publisher.commit(parts=parts)
+    with pytest.raises(ValueError, match=r"00000001.json in .*part-0001 is of another publication"):
+        FolderReader(tmp_path).fetch(1)
+
+
+def test_the_time_limit_follows_from_the_bytes():
+    assert folder_reader.timeout_of(10**9) == 300.0
+    assert folder_reader.timeout_of(747 * 10**9) == pytest.approx(7470.0)

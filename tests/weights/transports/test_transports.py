@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import re
@@ -8,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import forked_ranks
-from publishing import BroadcastReplicas, Replicas, StoreMeeting, same_bits, train
+from publishing import Replica, Replicas, same_bits, train
 
 from primerl import models, testing, weights
 from primerl._common.digests import digest_of, digest_of_all
 from primerl._common.shared_folder import SharedFolder, shared_memory
-from primerl.weights.transports import broadcast_group, disk
+from primerl._common.tensor_files import map_tensors
+from primerl.weights.transports import disk
 from primerl.weights.transports.receipts import check_receipts
 
 
@@ -218,6 +220,70 @@ def test_a_flipped_bit_in_a_delta_is_answered_by_the_full_version(tmp_path):
     servers.close()
 
 
+class TwoWorkers(Replicas):
+    """One server of two workers that use every second tensor each."""
+
+    def __init__(self):
+        super().__init__(2)
+        numbers = {}
+        for place, worker in enumerate(self.workers.values()):
+            worker.uses = lambda name, place=place: (
+                numbers.setdefault(name, len(numbers)) % 2 == place
+            )
+
+    def load_weights(self, update, *, version, timeout_s=600.0, send=None):
+        found = super().load_weights(update, version=version)
+        return {"http://two": [receipt for receipts in found.values() for receipt in receipts]}
+
+
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_two_workers_with_half_of_the_tensors_each(tmp_path, encoding):
+    model, server = testing.tiny_model("qwen3_moe"), TwoWorkers()
+    transport = weights.Disk(model, server, folder=tmp_path, encoding=encoding)
+    for version in (1, 2):
+        train(model, seed=version)
+        receipt = transport.publish(version)
+        one, two = held(server)
+        assert one.keys().isdisjoint(two)
+        assert same_bits(one | two, sent(model))
+        assert {r["digest"] for r in receipt.servers["http://two"]} == {receipt.digest}
+    server.close()
+
+
+def test_an_altered_tensor_is_reported_by_the_worker_that_uses_it(tmp_path):
+    server = TwoWorkers()
+    model = testing.tiny_model("llama")
+    transport = weights.Disk(model, server, folder=tmp_path)
+    transport.publish(1)
+    altered = "model.layers.1.mlp.up_proj.weight"
+    prepare = Replica.prepare
+
+    def damage(worker, update):
+        map_tensors(file_of(update), writable=True)[altered][0, 0] += 1
+        prepare(worker, update)
+
+    first, second = server.workers.values()
+    user = 0 if first.uses(altered) else 1
+    first.prepare = functools.partial(damage, first)
+    with pytest.raises(RuntimeError, match=rf"digest: .* on http://two worker {user}") as error:
+        transport.publish(2)
+    assert f"worker {1 - user}" not in str(error.value)
+    assert (first, second)[user].receipt["differing"] == [altered]
+    del first.prepare
+    transport.publish(3)
+    server.close()
+
+
+def test_a_tensor_that_no_worker_uses_is_named(tmp_path):
+    server = TwoWorkers()
+    transport = weights.Disk(testing.tiny_model("llama"), server, folder=tmp_path)
+    for worker in server.workers.values():
+        worker.uses = lambda name, uses=worker.uses: name != "lm_head.weight" and uses(name)
+    with pytest.raises(RuntimeError, match="coverage: lm_head.weight was sent to http://two but"):
+        transport.publish(1)
+    server.close()
+
+
 def test_two_swapped_tensors(tmp_path):
     """The server reports what it was handed, not what its file claims."""
 
@@ -238,15 +304,37 @@ def test_two_swapped_tensors(tmp_path):
     servers.close()
 
 
+def test_the_time_limit_is_that_of_a_full_version(tmp_path, servers, monkeypatch):
+    """Also of a delta, since a server that has missed versions loads the full one."""
+    limits = []
+    load = servers.load_weights
+    monkeypatch.setattr(
+        servers,
+        "load_weights",
+        lambda *args, timeout_s, **named: limits.append(timeout_s) or load(*args, **named),
+    )
+    monkeypatch.setattr(disk, "timeout_of", lambda size: 700.0 + size)
+    model = testing.tiny_model("llama")
+    transport = weights.Disk(model, servers, folder=tmp_path, encoding="delta")
+    kinds = []
+    for version in (1, 2):
+        train(model, seed=version)
+        kinds.append(transport.publish(version).kind)
+    assert kinds == ["full", "delta"]
+    whole = sum(tensor.nbytes for tensor in sent(model).values())
+    assert limits == [700.0 + whole, 700.0 + whole]
+
+
 def test_a_tensor_that_is_not_sent(tmp_path, servers, monkeypatch):
     """A gather that loses a tensor: the names that the model's layout has are the measure."""
-    whole = disk.checkpoint_tensors
-
-    def lossy(model, **settings):
-        return ((n, t) for n, t in whole(model, **settings) if n != "model.norm.weight")
-
     transport = weights.Disk(testing.tiny_model("llama"), servers, folder=tmp_path)
-    monkeypatch.setattr(disk, "checkpoint_tensors", lossy)
+    whole = disk.layer_for_checkpoint
+
+    def lossy(*model, **settings):
+        layer = whole(*model, **settings)
+        return [(name, tensor) for name, tensor in layer if name != "model.norm.weight"]
+
+    monkeypatch.setattr(disk, "layer_for_checkpoint", lossy)
     with pytest.raises(ValueError, match=r"tensors are missing: model.norm.weight"):
         transport.publish(1)
     assert servers.calls == 0
@@ -315,95 +403,6 @@ def test_publishing_without_an_engine_is_refused(tmp_path):
         weights.Disk(model, Replicas(), folder=None)
 
 
-# ---- broadcasts, with a stand-in for NCCL ----
-
-
-@pytest.fixture
-def broadcasts():
-    """A model, two servers of one and two workers, what connects them, and the transport."""
-    model, engine, store = testing.tiny_model("qwen3_moe"), BroadcastReplicas(1, 2), StoreMeeting()
-    transport = weights.NCCL(
-        model,
-        engine,
-        dtype=torch.bfloat16,
-        connect=store.connect,
-        unique_id=store.unique_id,
-        timeout_s=30.0,
-    )
-    return model, engine, store, transport
-
-
-def test_every_worker_gets_the_broadcast_of_every_version(broadcasts):
-    model, engine, store, transport = broadcasts
-    for version in (1, 2):
-        train(model, seed=version)
-        receipt = transport.publish(version)
-        assert len(engine.tensors) == 3
-        assert all(same_bits(t, sent(model, torch.bfloat16)) for t in engine.tensors.values())
-        whole = sum(t.nbytes for t in sent(model, torch.bfloat16).values())
-        assert (receipt.version, receipt.bytes) == (version, whole)
-    assert store.groups == 1, "one group is used as long as the members stay the same"
-
-
-def test_a_new_group_is_formed_when_a_replica_joins_or_leaves(broadcasts):
-    model, engine, store, transport = broadcasts
-    transport.publish(1)
-    engine.counts = {"http://replica1": 2, "http://new": 1}
-    train(model)
-    transport.publish(2)
-    assert store.groups == 2
-    assert same_bits(engine.tensors["http://new", 0], sent(model, torch.bfloat16))
-
-
-def test_a_worker_with_wrong_bytes_is_named_and_a_new_group_is_formed(broadcasts):
-    _, engine, store, transport = broadcasts
-
-    def tamper(url, name, tensor):
-        return tensor + 1 if url == "http://replica1" and name == "model.norm.weight" else tensor
-
-    untampered, engine.tamper = engine.tamper, tamper
-    with pytest.raises(RuntimeError, match="digest: .* on http://replica1 worker 1") as error:
-        transport.publish(1)
-    assert "replica0" not in str(error.value)
-    engine.tamper = untampered
-    transport.publish(2)
-    assert store.groups == 2
-
-
-def test_a_group_that_is_complete_refuses_another_member(broadcasts):
-    _, engine, _, transport = broadcasts
-    counts = engine.workers()
-    engine.workers = lambda: {"http://replica0": counts["http://replica0"]}
-    with pytest.raises(RuntimeError, match="the broadcast group of 2 members is complete"):
-        transport.publish(1)
-
-
-def test_several_engines_cannot_share_a_broadcast():
-    with pytest.raises(ValueError, match="got 2 engines"):
-        weights.NCCL(testing.tiny_model("llama"), BroadcastReplicas(1), BroadcastReplicas(1))
-
-
-@pytest.mark.gpu
-def test_nccl_carries_a_tensor_between_two_communicators():
-    """Needs two GPUs and vLLM: rank 0 here, rank 1 in a thread."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU cannot be two NCCL ranks")
-    unique_id = broadcast_group.new_unique_id()
-
-    def member(rank):
-        place = broadcast_group.Membership(rank, 2, unique_id)
-        device = torch.device("cuda", rank)
-        tensor = torch.full((1000,), float(1 - rank), dtype=torch.bfloat16, device=device)
-        communicator = broadcast_group.connect_nccl(place, device)
-        with torch.cuda.device(device):
-            communicator.broadcast(tensor, src=0)
-            torch.cuda.synchronize()
-        return tensor.float().cpu()
-
-    other = broadcast_group.in_thread(lambda: member(1))
-    assert torch.equal(member(0), other.result(timeout=60.0))
-
-
 # ---- a sharded trainer ----
 
 
@@ -418,7 +417,8 @@ def found(root, tmp_path_factory):
 
 
 def test_ranks_publish_what_an_unsharded_trainer_would(found):
-    kinds = ["llama full", "qwen3_moe full", "qwen3_moe delta", "adapter"]
+    kinds = ["llama full", "qwen3_moe full", "qwen3_moe delta", "qwen3_moe full ep"]
+    kinds += ["merged", "adapter"]
     assert found[0]["same"] == dict.fromkeys(kinds, True)
     assert found[1]["adapter"] == found[0]["adapter"]
     assert found[0]["kinds"] == ["full", "delta"]
@@ -440,3 +440,40 @@ def test_a_failure_on_rank_0_is_raised_on_every_rank_and_none_hangs(found):
     assert all(rank["after"] for rank in found), "the next publication works"
     assert found[0]["unsaved"].startswith("folder is None")
     assert found[1]["unsaved"].startswith("rank 0 failed: ValueError: folder is None")
+
+
+def test_each_rank_writes_a_part(found):
+    """A version is rank 0's files and those of the other ranks, about equally large."""
+    first = found[0]
+    assert first["files"] == ["00000001.full.safetensors"] * 2 + ["00000001.json"] * 2
+    assert max(first["sizes"]) < 1.5 * min(first["sizes"])
+    assert not first["stale"], "parts of ranks that write no longer are removed"
+    assert first["part_kinds"] == ["full", "delta", "delta"]
+    assert first["parts_same"] == [True, True, True], "also for a server that joins late"
+
+
+def test_a_rank_that_fails_fails_the_publication_of_all(found):
+    assert found[0]["other_rank"] == "rank 1 failed: OSError: the disk of rank 1 is full"
+    assert found[1]["other_rank"] == "the disk of rank 1 is full"
+    assert found[0]["uncommitted"]
+
+
+def test_a_torn_part_is_published_in_full_by_all_ranks(found):
+    for rank in found:
+        kind, why = rank["fallback"]
+        assert kind == "full"
+        assert "00000002.delta.safetensors in" in why
+        assert "truncated" in why
+    assert found[0]["torn_same"] == [True, True]
+
+
+def test_ranks_publish_beside_training(found):
+    for rank in found:
+        assert rank["busy"].startswith("version 3 is still being published: call wait()")
+        kinds, same, again = rank["beside"]
+        assert kinds == ["full", "delta", "delta"]
+        assert all(same), "the weights at start(), not those at wait()"
+        assert again, "wait() returns the same receipt again"
+    assert len(found[0]["beside"][1]) == 3
+    assert found[0]["uncopied"] == "rank 1 failed: IndexError: list index out of range"
+    assert found[0]["copied_again"] == 5

@@ -11,7 +11,7 @@ from random_steps import trained
 
 from primerl import testing, weights
 from primerl.weights.verification import scoring
-from primerl.weights.verification.served_tensors import TensorComparison
+from primerl.weights.verification.comparison import TensorComparison
 from primerl.weights.verification.verdicts import Observation, ServerChecks
 
 SIZES = {"count": 3, "length": 40, "new_tokens": 6}

@@ -5,18 +5,22 @@ import json
 import attrs
 import pytest
 import torch
+import whole_comparison
 from copy_engine import ReadableEngine
-from hypothesis import given
+from forked_ranks import forked_ranks
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import models, testing, weights
 from primerl._common.digests import content_of, digest_of_contents
 from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.receipts import check_receipts
+from primerl.weights.verification.comparison import combine, distinct_readings, examine
 from primerl.weights.verification.served_tensors import (
+    BYTES,
+    CONTENT,
     TensorSlice,
     as_builtins,
-    compare,
     from_builtins,
     reading_of,
     rearranged_reading,
@@ -29,8 +33,15 @@ def matrix(*, dtype=torch.float32, seed=0, shape=(6, 8)):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def compared_by_ranks(ranks, servers, wire):
+    """Compare as the ranks do, each with its own tensors; results travel as JSON."""
+    readings = from_builtins(json.loads(json.dumps(as_builtins(distinct_readings(servers)))))
+    found = [examine(tensors.items(), readings, wire=wire).as_json() for tensors in ranks]
+    return combine(servers, readings, json.loads(json.dumps(found)))
+
+
 def compared(tensors, readings, wire=torch.float32):
-    return compare(tensors.items(), {"server": readings}, wire=wire)["server"]
+    return compared_by_ranks([tensors], {"server": readings}, wire)["server"]
 
 
 # ---- readings ----
@@ -102,6 +113,115 @@ def test_rounded_and_unrounded_values_both_pass_in_a_wider_dtype():
     cut_off = (own.view(torch.int32) & ~0xFFFF).view(torch.float32)
     for held in (cut_off, cut_off.bfloat16()):
         assert compared({"w": own}, [reading_of(held, part)], torch.bfloat16).wrong == ("w",)
+
+
+# ---- by ranks ----
+
+NAMES = ["a", "b", "c", "d", "a_scale_inv"]
+PUBLISHED = {
+    name: matrix(seed=seed, dtype=torch.float32 if name.startswith("a") else torch.bfloat16)
+    for seed, name in enumerate(NAMES)
+} | {"counts": torch.arange(12).reshape(3, 4)}
+
+
+SPANS = st.sampled_from([None, (0, 2, 1), (1, 3, 2)])
+
+
+def parts_of(*names):
+    part = st.tuples(st.sampled_from(names), SPANS, SPANS, st.booleans())
+    return st.lists(part, min_size=1, max_size=3)
+
+
+READINGS = st.fixed_dictionaries(
+    {
+        "parts": parts_of(*"abcd", "unknown") | parts_of("a_scale_inv") | parts_of("counts"),
+        "kind": st.sampled_from([BYTES, CONTENT]),
+        "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+        "right": st.sampled_from([True, True, True, False]),
+        "seed": st.integers(0, 3),
+    }
+)
+
+
+def drawn_reading(*, parts, kind, dtype, right, seed, wire):
+    """A reading as an engine may report it: right, wrong, rounded, or of an unknown tensor."""
+    slices, held = [], []
+    for name, rows, columns, rounded in parts if kind == CONTENT else parts[:1]:
+        whole = PUBLISHED.get(name, matrix(seed=9))
+        slices.append(TensorSlice(name=name, rows=rows, columns=columns))
+        own = slices[-1].of(whole)
+        own = own.to(wire) if rounded and own.is_floating_point() else own
+        held.append(own.to(dtype).reshape(-1))
+    values = torch.cat(held) + (not right)
+    if kind == BYTES:
+        return reading_of(values, slices[0])
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))
+    return rearranged_reading(values[order], slices)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    drawn=st.lists(READINGS, min_size=1, max_size=6),
+    held=st.lists(st.sets(st.integers(0, 5)), min_size=2, max_size=2),
+    owners=st.lists(st.integers(0, 2), min_size=len(PUBLISHED), max_size=len(PUBLISHED)),
+    wire=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_ranks_find_what_one_rank_with_all_tensors_finds(drawn, held, owners, wire):
+    """However the tensors are divided, also if a rank has none or parts have several owners."""
+    readings = [drawn_reading(**one, wire=wire) for one in drawn]
+    servers = {
+        f"server {n}": [readings[i] for i in chosen if i < len(readings)]
+        for n, chosen in enumerate(held)
+    }
+    ranks = [
+        {name: t for (name, t), owner in zip(PUBLISHED.items(), owners, strict=True) if owner == n}
+        for n in range(3)
+    ]
+    expected = whole_comparison.compare(PUBLISHED.items(), servers, wire=wire)
+
+    assert compared_by_ranks(ranks, servers, wire) == expected
+
+
+def test_parts_of_a_rearranged_tensor_may_have_different_owners():
+    gate, up = matrix(seed=1), matrix(seed=2)
+    reading = rearranged_reading(
+        torch.cat([up.flatten(), gate.flatten()]),
+        [TensorSlice(name="gate"), TensorSlice(name="up")],
+    )
+    found = compared_by_ranks([{"gate": gate}, {}, {"up": up}], {"a": [reading]}, torch.float32)
+    assert (found["a"].published, found["a"].compared, found["a"].wrong) == (2, 2, ())
+    found = compared_by_ranks([{"gate": gate}, {"up": gate}], {"a": [reading]}, torch.float32)
+    assert found["a"].wrong == ("gate", "up")
+
+
+def test_equal_readings_of_many_servers_are_compared_once():
+    readings = [reading_of(matrix(), TensorSlice(name="w")) for _ in range(9)]
+
+    assert distinct_readings({str(n): [one] for n, one in enumerate(readings)}) == readings[:1]
+
+
+def test_ranks_compare_the_layers_that_they_own(root, tmp_path):
+    done = forked_ranks(root / "tests/ranks/tensor_comparison.py", tmp_path, ranks=3, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-5000:]
+    ranks = [json.loads((tmp_path / f"found-{n}.json").read_text()) for n in range(3)]
+    first = ranks[0]
+
+    assert first["got"] == [one for one in first["expected"] for _ in range(2)]
+    assert len(first["wrong"]) == 3, "also merged adapters, and weights without adapters"
+    for results, wrong in zip(first["expected"], first["wrong"], strict=True):
+        right, off = results["right"], results["wrong"]
+        assert right["wrong"] == []
+        assert off["wrong"] == [wrong]
+        assert off["compared"] == off["published"] - 1
+    assert all(rank["got"] == [{}] * 6 for rank in ranks[1:])
+    assert sum(rank["examined"] for rank in ranks) == first["whole"]
+    shares = [rank["examined"] for rank in ranks]
+    assert max(shares) < 1.5 * min(shares)
+    for rank in ranks:  # experts: one fused and those cut from it
+        assert 0 < rank["peak"] <= 2 * first["layer"] < first["whole"] / 2
+    assert "not callable" in ranks[1]["failure"]
+    for n in (0, 2):
+        assert ranks[n]["failure"].startswith("rank 1 failed: TypeError")
 
 
 def test_readings_survive_json():

@@ -1,5 +1,6 @@
 """The loop of the embedded engine: one forward pass after another, with updates in between."""
 
+import copy
 import inspect
 import logging
 import math
@@ -10,16 +11,21 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._common.openmp import release_threads
-from primerl.rollout.engines.transformers.kv_cache import DecodingBatch, PagedCache
-from primerl.rollout.engines.transformers.paged_attention import (
-    LEAST_ROWS,
+from primerl.rollout.engines.transformers.attention_scores import LEAST_ROWS
+from primerl.rollout.engines.transformers.attention_step import (
     AttentionStep,
-    ShapeProbe,
-    attending,
+    DecodingInPages,
+    DecodingInRows,
+    Part,
+    PromptChunk,
 )
+from primerl.rollout.engines.transformers.cuda_graphs import CaptureFailed, DecodingGraphs
+from primerl.rollout.engines.transformers.kv_cache import DecodingBatch, PagedCache
+from primerl.rollout.engines.transformers.model_attention import ShapeProbe, attending
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.routing import BatchRoutes, write_routes
 from primerl.rollout.engines.transformers.sampling import sample_tokens, uniform
@@ -29,6 +35,8 @@ from primerl.rollout.engines.transformers.scheduler import (
     NextStep,
     Scheduler,
 )
+from primerl.rollout.engines.transformers.transfers import to_device
+from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -38,14 +46,15 @@ class Decoder:
     """Samples with a model; requests, cancellations and updates may come from any thread.
 
     Args:
-        model: the serving model, whose attention is ``switch_to_pages``'s.
+        model: the serving model, whose attention is ``switch_to_pages``'s, as ``NextTokenLogits``.
         cache: the pages.
         max_concurrent: how many requests are decoded together.
         max_step_tokens: how many tokens are processed in a forward pass.
         recompute: whether an update recomputes the keys and values of requests in flight.
         version: the version of the weights.
-        failure: why the weights can't be used, if an update of an earlier decoder failed.
+        failure: the error of an update of an earlier decoder, if it failed.
         routes: the expert routes of forward passes, if they are recorded.
+        graphs: the decoding steps as CUDA graphs, if they are used.
     """
 
     def __init__(
@@ -58,15 +67,14 @@ class Decoder:
         max_step_tokens: int,
         recompute: bool,
         version: PolicyVersion,
-        failure: str = "",
+        failure: RuntimeError | None = None,
         routes: BatchRoutes | None = None,
+        graphs: DecodingGraphs | None = None,
     ) -> None:
         self.version = version
         self.failure = failure
-        """Why the weights can't be used: a failed update may have changed some of them."""
+        """The error of a failed update: it may have changed some weights, so none are used."""
         self._model = model
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._device = next(model.parameters()).device
         self._cache = cache
         self._scheduler = Scheduler(
             pages, max_concurrent=max_concurrent, max_step_tokens=max_step_tokens
@@ -74,6 +82,7 @@ class Decoder:
         self._batch = DecodingBatch(cache)
         self._recompute = recompute
         self._routes = routes
+        self._graphs = graphs
         self._inbox: deque[BatchedRequest] = deque()
         self._updates: deque[tuple[Callable[[], None], PolicyVersion, Future[None]]] = deque()
         self._cancelled: deque[BatchedRequest] = deque()
@@ -110,11 +119,15 @@ class Decoder:
             self._changed.notify()
         return done
 
-    def close(self, timeout_s: float) -> None:
-        """End the loop, and fail the requests in flight."""
+    def stop(self) -> None:
+        """Have the loop end after its current step."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def close(self, timeout_s: float) -> None:
+        """End the loop, and fail the requests in flight."""
+        self.stop()
         self._thread.join(timeout_s)
 
     def metrics(self) -> dict[str, float]:
@@ -191,13 +204,15 @@ class Decoder:
             return
         try:
             load()
-        except Exception as error:  # every kind: the caller of the update gets it
-            self.failure = f"the weight update failed: {error}"
-            self._fail_all(self.failure)
+        except BaseException as error:  # every kind: the caller of the update gets it
+            self.failure = _failed_update(error, version)
+            self._fail_all(str(self.failure), self.failure.__cause__)
             done.set_exception(error)
             return
-        self.failure = ""
+        self.failure = None
         self.version = version
+        if self._graphs is not None:
+            self._graphs.forget_moved()
         if self._recompute:
             self._scheduler.recompute_all()
             self._batch.clear()
@@ -206,8 +221,8 @@ class Decoder:
         done.set_result(None)
 
     def _step(self) -> None:
-        if self.failure:
-            self._fail_all(self.failure)
+        if self.failure is not None:
+            self._fail_all(str(self.failure), self.failure.__cause__)
             return
         plan = self._scheduler.plan()
         chunks = plan.all_chunks
@@ -227,17 +242,49 @@ class Decoder:
             self._cache.copy(plan.copies)
         finally:
             self._scheduler.release_sources(plan)
-        rows = self._batch.arrange(plan.decoding)
-        decoding = [Chunk(request, 1) for group in rows for request in group.requests]
-        chunks = decoding + plan.chunks
+        if (logits := self._from_graph(plan)) is not None:
+            self._scheduler.advance(plan)
+            self._sample(logits, plan.decoding)
+            return
+        parts, decoding = self._decoding_parts(plan.decoding)
+        parts += [PromptChunk(self._cache, chunk) for chunk in plan.chunks]
+        chunks = [Chunk(request, 1) for request in decoding] + plan.chunks
         ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        step = AttentionStep(self._cache, self._slots(chunks), rows, plan.chunks)
+        step = AttentionStep(self._cache, self._slots(chunks), parts, chunks)
         logits = self._forward(chunks, step, ends)
         if self._routes is not None:
             self._record(plan, chunks, self._routes)
         self._scheduler.advance(plan)
         if ends:
             self._sample(logits, [chunks[index].request for index in ends])
+
+    def _from_graph(self, plan: NextStep) -> Tensor | None:
+        """Return the logits after a step that only decodes, if there are graphs for it."""
+        if self._graphs is None or plan.chunks:
+            return None
+        try:
+            with torch.inference_mode():
+                return self._graphs.logits(plan.decoding)
+        except CaptureFailed as failed:
+            log.warning("the embedded engine goes on without CUDA graphs: %s", failed)
+            self._graphs = None
+            return None
+
+    def _decoding_parts(
+        self, requests: list[BatchedRequest]
+    ) -> tuple[list[Part], list[BatchedRequest]]:
+        """Return the parts of decoding requests, and the requests in the order of the parts.
+
+        On a CPU, rows save copying pages in each step; on a GPU, moving rows would cost more.
+        """
+        if not requests:
+            return [], []
+        if self._cache.device.type == "cpu":
+            rows = self._batch.arrange(requests)
+            ordered = [request for group in rows for request in group.requests]
+            return [DecodingInRows(group) for group in rows], ordered
+        part = DecodingInPages.of(self._cache, requests)
+        return [part], requests
 
     def _forward(self, chunks: Sequence[Chunk], step: AttentionStep, ends: list[int]) -> Tensor:
         """Return the logits after the last token of each chunk in ``ends``, float32."""
@@ -256,20 +303,8 @@ class Decoder:
         wanted += wanted[-1:] * max(0, LEAST_ROWS - len(wanted))
         with torch.inference_mode(), attending(step):
             inputs = self._tensor([tokens]), self._tensor([positions]), self._tensor(wanted)
-            return self._logits(*inputs)
-
-    def _logits(self, token_ids: Tensor, position_ids: Tensor, wanted: Tensor) -> Tensor:
-        """Return the logits of the ``wanted`` rows, float32."""
-        if self._keeps_logits:
-            output = self._model(
-                input_ids=token_ids,
-                position_ids=position_ids,
-                logits_to_keep=wanted,
-                use_cache=False,
-            )
-            return output.logits[0].float()  # type: ignore[no-any-return]
-        output = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False)
-        return output.logits[0, wanted].float()  # type: ignore[no-any-return]
+            logits: Tensor = self._model(*inputs)
+            return logits
 
     def _sample(self, logits: Tensor, requests: Sequence[BatchedRequest]) -> None:
         padding = [requests[-1]] * (len(logits) - len(requests))
@@ -279,16 +314,16 @@ class Decoder:
         tokens, logprobs = sample_tokens(
             logits,
             [request.params for request in [*requests, *padding]],
-            torch.tensor(uniforms, dtype=torch.float64).to(self._device),
+            to_device(uniforms, torch.float64, self._cache.device),
         )
-        results = zip(requests, tokens.tolist(), logprobs.tolist(), strict=False)
-        for request, token, logprob in results:
+        # One transfer for both: float64 holds each token and each logprob exactly.
+        results = torch.stack([tokens.double(), logprobs.double()], dim=1).tolist()
+        for request, (id_, logprob) in zip(requests, results, strict=False):
+            token = int(id_)
             if math.isnan(logprob):
                 at = len(request.tokens) - request.prompt_length
                 self._batch.clear()  # rows with broken numbers would spoil others
-                self._fail(
-                    [request], f"generation failed: the logits of token {at} are not numbers"
-                )
+                self._fail([request], f"generation failed: {_not_numbers(at, self.version)}")
                 continue
             request.tokens.append(token)
             request.logprobs.append(logprob)
@@ -302,10 +337,10 @@ class Decoder:
     def _record(self, plan: NextStep, chunks: Sequence[Chunk], routes: BatchRoutes) -> None:
         """Store the experts of the step's tokens with the pages, and with the requests."""
         rows = routes.rows()
-        for copy in plan.copies:
-            assert copy.source.routes is not None
-            experts, versions = copy.source.routes
-            write_routes(copy.target, experts[: copy.tokens], 0, versions[: copy.tokens])
+        for shared in plan.copies:
+            assert shared.source.routes is not None
+            experts, versions = shared.source.routes
+            write_routes(shared.target, experts[: shared.tokens], 0, versions[: shared.tokens])
         row = 0
         for chunk in chunks:
             position = chunk.request.computed
@@ -330,10 +365,10 @@ class Decoder:
         return self._tensor(slots)
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device)
+        return to_device(values, torch.int64, self._cache.device)
 
-    def _fail_all(self, reason: str) -> None:
-        self._fail([*self._scheduler.running, *self._scheduler.waiting], reason)
+    def _fail_all(self, reason: str, cause: BaseException | None = None) -> None:
+        self._fail([*self._scheduler.running, *self._scheduler.waiting], reason, cause)
         self._scheduler.waiting.clear()
         self._scheduler.recompute_all()
         self._batch.clear()
@@ -349,11 +384,63 @@ class Decoder:
             self._scheduler.finish(request, keep=False)
 
 
+def without_traceback(error: BaseException) -> BaseException:
+    """Copy an error, but not its traceback, whose frames would keep tensors and engines alive."""
+    try:
+        return copy.copy(error)
+    except Exception:  # every kind: a class of errors need not be made for copying
+        return RuntimeError(summary(error))
+
+
+def _failed_update(error: BaseException, version: PolicyVersion) -> RuntimeError:
+    failure = RuntimeError(
+        f"the weight update to version {version} failed: {summary(error)}. Some weights may have "
+        "changed, so no request is served until update_weights or update_in_place succeeds"
+    )
+    failure.__cause__ = without_traceback(error)
+    return failure
+
+
+def _not_numbers(at: int, version: PolicyVersion) -> str:
+    return (
+        f"the logits of token {at} are not numbers under the weights of version {version}. Either "
+        "the weights hold NaN or infinity, as after a training step that diverged, or the numbers "
+        "of the forward pass are too large for the dtype, as in float16"
+    )
+
+
 def _fail(done: "Future[Any]", reason: str, cause: BaseException | None = None) -> None:
     if not done.done() and done.set_running_or_notify_cancel():
         error = RuntimeError(reason)
         error.__cause__ = cause
         done.set_exception(error)
+
+
+class NextTokenLogits(nn.Module):
+    """A causal language model, as a function from tokens to the logits after the wanted ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, "1 t"],
+        position_ids: Int[Tensor, "1 t"],
+        wanted: Int[Tensor, " n"],
+    ) -> Float[Tensor, "n vocab"]:
+        """Return the logits of the rows ``wanted``, float32."""
+        if not self._keeps_logits:
+            output = self.model(input_ids=token_ids, position_ids=position_ids, use_cache=False)
+            return output.logits[0, wanted].float()  # type: ignore[no-any-return]
+        output = self.model(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            logits_to_keep=wanted,
+            use_cache=False,
+        )
+        return output.logits[0].float()  # type: ignore[no-any-return]
 
 
 def find_shapes(model: nn.Module) -> ShapeProbe:

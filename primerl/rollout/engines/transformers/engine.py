@@ -2,11 +2,14 @@
 
 import asyncio
 import copy
+import logging
 import operator
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
@@ -17,9 +20,16 @@ from torch.distributed.tensor import DTensor
 from primerl._common.openmp import release_threads
 from primerl._common.optional import require
 from primerl.rollout.engines.protocol import RouteStore, is_instant
-from primerl.rollout.engines.transformers.decoder import Decoder, find_shapes
+from primerl.rollout.engines.token_sequence import TokenSequence
+from primerl.rollout.engines.transformers.cuda_graphs import DecodingGraphs
+from primerl.rollout.engines.transformers.decoder import (
+    Decoder,
+    NextTokenLogits,
+    find_shapes,
+    without_traceback,
+)
 from primerl.rollout.engines.transformers.kv_cache import PagedCache
-from primerl.rollout.engines.transformers.paged_attention import switch_to_pages
+from primerl.rollout.engines.transformers.model_attention import switch_to_pages
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture, RequestRoutes
 from primerl.rollout.engines.transformers.sampling import RequestKeys
@@ -27,12 +37,16 @@ from primerl.rollout.engines.transformers.scheduler import BatchedRequest
 from primerl.rollout.engines.transformers.support import refuse_unsupported, rope_limit
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
+log = logging.getLogger(__name__)
+
 STOP_S = 30.0
 # The least number of tokens that a forward pass may process.
 STEP_TOKENS = 512
 # The share of the free memory that the cache takes, unless its size is given. The rows of decoding
 # requests can take twice as much again.
 CACHE_SHARE = 0.15
+# The bodies of ``update_in_place`` that the current task or thread is in.
+_BODIES: ContextVar[tuple[object, ...]] = ContextVar("primerl_update_in_place", default=())
 
 
 class TransformersEngine:
@@ -66,7 +80,7 @@ class TransformersEngine:
         dtype: the dtype of the copy's parameters and KV cache, such as ``torch.bfloat16``; updates
             are rounded to it. None: the model's dtype.
         share_weights: serve the model's own weights instead of a copy. They may then change only
-            within ``update_in_place``.
+            within ``update_in_place``; the engine does not notice other changes.
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
         cache_tokens: capacity of the KV cache, in tokens. None: as many as ``max_concurrent``
@@ -79,11 +93,13 @@ class TransformersEngine:
         prepare: called with the copy before it serves, to change how it computes. Settings that are
             registered per module, such as the ``matmul`` of ``parallel.divide_experts``, are not
             copied with the model, so they must be applied here.
+        cuda_graphs: on a GPU, whether decoding steps are captured as CUDA graphs; they never are if
+            routes are recorded, or if the model's forward pass waits for values of tensors.
 
     Raises:
-        ValueError: this engine does not support the model, ``cache_tokens`` is below 2, only one of
-            ``routes`` and ``capture`` is given, or weights in another dtype, or sharded weights,
-            are to be shared.
+        ValueError: this engine does not support the model, an argument is of another kind or
+            outside its range, only one of ``routes`` and ``capture`` is given, or weights in
+            another dtype, or sharded weights, are to be shared.
         RuntimeError: inference mode is on, whose tensors can't be updated.
     """
 
@@ -101,14 +117,22 @@ class TransformersEngine:
         routes: RouteStore | None = None,
         capture: Capture | None = None,
         prepare: Callable[[nn.Module], object] | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         require("transformers", extra="transformers")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update={on_update!r}; expected 'recompute' or 'keep'")
-        if max_concurrent < 1:
-            raise ValueError(f"max_concurrent is {max_concurrent}, expected at least 1")
-        if cache_tokens is not None and cache_tokens < 2:
-            raise ValueError(f"cache_tokens is {cache_tokens}, expected at least 2")
+        max_concurrent = _whole_number("max_concurrent", max_concurrent, least=1)
+        if cache_tokens is not None:
+            cache_tokens = _whole_number("cache_tokens", cache_tokens, least=2)
+        version = _whole_number("version", version, least=0)
+        seed = secrets.randbits(64) if seed is None else _whole_number("seed", seed)
+        is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not is_dtype:
+            raise ValueError(
+                f"dtype is {dtype!r}, expected a torch.dtype with floating point, such as "
+                "torch.bfloat16"
+            )
         if (routes is None) != (capture is None):
             raise ValueError(
                 "expert routes need two arguments: routes=, a store such as replay.Store, and "
@@ -126,18 +150,22 @@ class TransformersEngine:
         self._model = served
         text: Any = served.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
-        self._positions = rope_limit(served)
+        self._positions = rope_limit(served.config)
         self._recompute = on_update == "recompute"
         self._max_concurrent = max_concurrent
         self._shapes = find_shapes(served).shapes
         self._cache_tokens = self._most_tokens() if cache_tokens is None else cache_tokens
-        self._keys = RequestKeys(secrets.randbits(64) if seed is None else seed)
+        self._keys = RequestKeys(seed)
         self._version = version
-        self._failure = ""
+        self._failure: RuntimeError | None = None
+        self._shares_weights = share_weights
+        self._body: object | None = None
+        self._was_closed = False
         self.routes = routes
         """The store of expert routes; None if routes are not recorded."""
         self._capture = capture
         self._recorder: BatchRoutes | None = None
+        self._cuda_graphs = cuda_graphs
         self._decoder: Decoder | None = None
 
     @property
@@ -168,6 +196,8 @@ class TransformersEngine:
     def start(self) -> "TransformersEngine":
         """Start serving; ``with`` calls this, and closes the engine at its end.
 
+        An engine that was closed can be started again: it serves the same weights and version.
+
         Raises:
             RuntimeError: the cache does not fit into memory, or the engine is already running.
         """
@@ -187,8 +217,9 @@ class TransformersEngine:
                     "fit into memory; pass a smaller cache_tokens"
                 ) from error
             on_failure.pop_all()
+        model = NextTokenLogits(self._model)
         self._decoder = Decoder(
-            self._model,
+            model,
             cache,
             PageTable(pages),
             max_concurrent=self._max_concurrent,
@@ -197,15 +228,24 @@ class TransformersEngine:
             version=self.version,
             failure=self._failure,
             routes=self._recorder,
+            graphs=self._make_graphs(model, cache),
         )
         self._decoder.start()
+        # The loop's thread keeps the decoder alive, but not an engine that nobody closed.
+        weakref.finalize(self, self._decoder.stop)
         return self
 
     def close(self) -> None:
-        """Stop serving; requests in flight fail."""
+        """Stop serving; requests in flight fail. ``start`` serves again.
+
+        Raises:
+            RuntimeError: it is called within ``update_in_place``.
+        """
+        self._refuse_within_body("close")
         decoder, self._decoder = self._decoder, None
         if decoder is None:
             return
+        self._was_closed = True
         decoder.close(STOP_S)
         self._version, self._failure = decoder.version, decoder.failure
         if self._recorder is not None:
@@ -227,14 +267,19 @@ class TransformersEngine:
         """Sample one completion; cancelling the awaiting task cancels the request.
 
         ``temperature=0`` is greedy, with a processed logprob of 0. With ``seed``, the completion
-        depends on the prompt, the weights and ``seed`` only.
+        depends on the prompt, the weights and ``seed`` only. This holds for dense models in
+        float32, on a CPU and one thread; otherwise, a token can also depend on other requests where
+        rounding decides between two tokens.
 
         Raises:
-            ValueError: the request exceeds the context.
-            RuntimeError: the engine is not running, or generation failed.
+            ValueError: the prompt is not a sequence of the model's token ids, or the request
+                exceeds the context.
+            RuntimeError: the engine is not running, generation failed, or the request is awaited
+                within ``update_in_place``.
         """
-        prompt = [operator.index(token) for token in prompt_ids]
+        prompt = _token_ids(prompt_ids)
         self._check(prompt, params)
+        self._refuse_within_body("generate")
         decoder = self._running()
         recorded = self.routes is not None and params.temperature > 0
         request = BatchedRequest(
@@ -263,17 +308,19 @@ class TransformersEngine:
         Args:
             tensors: the model's parameters and saved buffers by name; a shared tensor needs only
                 one of its names.
-            version: the policy version of the weights.
+            version: the policy version of the weights; the version that is served may be loaded
+                again.
             timeout_s: how long loading may take.
 
         Raises:
-            ValueError: names or shapes are not the model's, or the version is older than the one
-                served. The weights are unchanged.
-            RuntimeError: it took longer than ``timeout_s``.
+            ValueError: names, shapes or kinds of numbers are not the model's, or the version is
+                older than the one served. The weights are unchanged.
+            RuntimeError: it took longer than ``timeout_s``, or it is called within
+                ``update_in_place``.
         """
         refuse_inference_mode()
-        if version < self.version:
-            raise ValueError(f"version {version} is older than {self.version}, which is served")
+        self._refuse_within_body("update_weights")
+        version = self._not_older(version)
         pairs = _match_tensors(self._model, tensors)
         future = self._running().update(partial(_copy_tensors, pairs), version)
         try:
@@ -281,10 +328,10 @@ class TransformersEngine:
         except TimeoutError:
             if future.done():  # loading raised it
                 raise
-            future.cancel()
+            waits = future.cancel()
+            effect = "has not begun, and will not" if waits else "has begun, and will still"
             raise RuntimeError(
-                f"the weight update took longer than {timeout_s:g} s; if loading has begun, it "
-                "will still take effect"
+                f"the weight update took longer than {timeout_s:g} s; loading {effect} take effect"
             ) from None
 
     @contextmanager
@@ -299,19 +346,26 @@ class TransformersEngine:
             timeout_s: how long to wait for the engine's current step.
 
         Raises:
-            ValueError: the version is older than the one served.
-            RuntimeError: the engine did not reach the end of its step within ``timeout_s``.
+            ValueError: the engine was made without ``share_weights=True``, or the version is older
+                than the one served.
+            RuntimeError: the engine did not reach the end of its step within ``timeout_s``, or the
+                call is within another one.
         """
-        if version < self.version:
-            raise ValueError(f"version {version} is older than {self.version}, which is served")
+        if not self._shares_weights:
+            raise ValueError(
+                "update_in_place changes shared weights, but this engine serves a copy; make it "
+                "with share_weights=True, or publish the weights (update_weights)"
+            )
+        self._refuse_within_body("update_in_place")
+        version = self._not_older(version)
         waiting, changed = threading.Event(), threading.Event()
-        failed = True
+        failure: BaseException | None = None
 
         def wait() -> None:
             waiting.set()
             changed.wait()
-            if failed:
-                raise RuntimeError("the weights were being changed in place when an error occurred")
+            if failure is not None:
+                raise failure
 
         future = self._running().update(wait, version)
         future.add_done_callback(lambda _: waiting.set())  # the engine was closed, or refused it
@@ -319,12 +373,41 @@ class TransformersEngine:
             raise RuntimeError(f"the engine's step took longer than {timeout_s:g} s")
         if future.done():
             future.result()
+        self._body = body = object()
+        _BODIES.set((*_BODIES.get(), body))
         try:
             yield
-            failed = False
+        except BaseException as error:
+            failure = without_traceback(error)
+            raise
         finally:
+            self._body = None
+            _BODIES.set(tuple(other for other in _BODIES.get() if other is not body))
             changed.set()
         future.result(timeout_s)
+
+    def _refuse_within_body(self, name: str) -> None:
+        """Raise a RuntimeError for a call that would wait for the body that it is made in."""
+        if self._body is not None and self._body in _BODIES.get():
+            raise RuntimeError(
+                f"{name} was called within update_in_place, while the engine waits for the end of "
+                "that with statement; call it afterwards"
+            )
+
+    def _not_older(self, version: PolicyVersion) -> PolicyVersion:
+        version = _whole_number("version", version, least=0)
+        if version < self.version:
+            raise ValueError(f"version {version} is older than {self.version}, which is served")
+        return version
+
+    def _make_graphs(self, model: NextTokenLogits, cache: PagedCache) -> DecodingGraphs | None:
+        if not self._cuda_graphs or cache.device.type != "cuda" or self.routes is not None:
+            return None
+        graphs = DecodingGraphs(model, cache)
+        if obstacle := graphs.obstacle():
+            log.info("the model is decoded without CUDA graphs: %s", obstacle)
+            return None
+        return graphs
 
     async def _put_routes(self, request: BatchedRequest) -> tuple[str, ...]:
         """Store the routes of a completed request, if any are recorded; return references."""
@@ -346,7 +429,7 @@ class TransformersEngine:
     def _most_tokens(self) -> int:
         """Return how many tokens the cache can hold, or all requests together can have."""
         each = sum(shape.token_bytes for shape in self._shapes)
-        free = _free_memory(next(self._model.parameters()).device)
+        free = free_memory(next(self._model.parameters()).device)
         fit = max(PAGE_TOKENS, int(CACHE_SHARE * free) // each)
         return min(fit, self._max_concurrent * (self._positions or fit))
 
@@ -359,9 +442,11 @@ class TransformersEngine:
                 "check that the tokenizer belongs to the model"
             )
         if len(prompt) + params.max_tokens > self.context_length:
+            by_cache = self.context_length != self._positions
+            limit = "the KV cache (cache_tokens)" if by_cache else "the model's positions"
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the "
-                f"context of {self.context_length} tokens"
+                f"context of {self.context_length} tokens, the limit of {limit}"
             )
         if self.routes is not None and params.routes_start > len(prompt):
             raise ValueError(
@@ -369,11 +454,36 @@ class TransformersEngine:
             )
 
     def _running(self) -> Decoder:
+        if self._decoder is None and self._was_closed:
+            raise RuntimeError("the engine was closed; engine.start() serves again")
         if self._decoder is None:
             raise RuntimeError(
                 "the engine is not running; use `with TransformersEngine(...) as engine`"
             )
         return self._decoder
+
+
+def _whole_number(name: str, value: Any, *, least: int | None = None) -> int:
+    expected = "a whole number" if least is None else f"a whole number of at least {least}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or (least is not None and number < least):
+        raise ValueError(f"{name} is {value!r:.80}, expected {expected}")
+    return number
+
+
+def _token_ids(prompt_ids: Iterable[Any]) -> list[int]:
+    if isinstance(prompt_ids, TokenSequence):
+        return prompt_ids[:]
+    try:
+        return [operator.index(token) for token in prompt_ids]
+    except TypeError:
+        raise ValueError(
+            f"the prompt is {prompt_ids!r:.80}; expected a sequence of token ids (whole numbers), "
+            "such as tokenizer.encode(text)"
+        ) from None
 
 
 def refuse_inference_mode() -> None:
@@ -385,7 +495,7 @@ def refuse_inference_mode() -> None:
         )
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Return how many bytes of the device's memory are free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -430,7 +540,8 @@ def _match_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tupl
     names needs only one of them.
 
     Raises:
-        ValueError: a name is unknown, a shape differs, or a tensor is missing.
+        ValueError: a name is unknown, a shape or the kind of numbers differs, or a tensor is
+            missing or has no values.
     """
     served = model.state_dict()
     pairs, covered = [], set()
@@ -440,6 +551,11 @@ def _match_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tupl
             raise ValueError(
                 f"weights for {name!r} have shape {tuple(new.shape)}; the served model has "
                 f"{expected}"
+            )
+        if new.is_meta or new.is_floating_point() != served[name].is_floating_point():
+            kind = "no values" if new.is_meta else f"the dtype {new.dtype}"
+            raise ValueError(
+                f"weights for {name!r} have {kind}; the served model has {served[name].dtype}"
             )
         covered.add(served[name].data_ptr())
         pairs.append((served[name], new))

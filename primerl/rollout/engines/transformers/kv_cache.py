@@ -13,6 +13,7 @@ from torch import Tensor
 
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS
 from primerl.rollout.engines.transformers.scheduler import BatchedRequest, PageCopy
+from primerl.rollout.engines.transformers.transfers import to_device
 
 # The smallest number of tokens that a row of decoding requests has room for.
 SMALLEST_ROW = 64
@@ -67,6 +68,11 @@ class PagedCache:
         self.layers = [_zeros((one.heads, tokens, one.width), one) for one in shapes]
         """For each layer ``[heads, tokens, width]``."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self.shapes[0].device
+
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copy the first tokens of pages, one after another."""
         for one in copies:
@@ -78,9 +84,9 @@ class PagedCache:
         """Set pages to zero, in case they hold NaN, which would spoil the sums of later tokens."""
         if not pages:
             return
+        index = to_device(pages, torch.int64, self.device)
         for layer in self.layers:
-            paged = layer.view(layer.shape[0], -1, PAGE_TOKENS, layer.shape[2])
-            paged.index_fill_(1, torch.tensor(pages, device=layer.device), 0)
+            layer.view(layer.shape[0], -1, PAGE_TOKENS, layer.shape[2]).index_fill_(1, index, 0)
 
     def gather(self, layer: int, pages: Tensor) -> Tensor:
         """Copy the keys and values of pages ``[n, p]`` of ``n`` requests, ``[n, heads, t, width]``.
@@ -111,6 +117,11 @@ class DecodingRows:
         self.layers: list[Tensor] = []
         """For each layer ``[rows, heads, room, width]``."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self._cache.device
+
     def keep(self, requests: set[BatchedRequest]) -> None:
         """Remove the rows of all other requests; the last rows take their places."""
         kept = [row for row, request in enumerate(self.requests) if request in requests]
@@ -131,10 +142,8 @@ class DecodingRows:
         self.requests += requests
         self._reserve(len(self.requests))
         longest = max(len(request.pages) for request in requests)
-        table = np.zeros((len(requests), longest), np.int64)
-        for row, request in enumerate(requests):
-            table[row, : len(request.pages)] = [page.index for page in request.pages]
-        pages = torch.from_numpy(table).to(self._cache.layers[0].device)
+        table = [request.table(longest) for request in requests]
+        pages = to_device(table, torch.int64, self.device)
         tokens = min(longest * PAGE_TOKENS, self.room)
         for number, layer in enumerate(self.layers):
             found = self._cache.gather(number, pages)

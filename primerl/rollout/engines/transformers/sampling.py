@@ -4,10 +4,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from primerl.rollout.engines.transformers.transfers import to_device
 from primerl.types import SamplingParams
 
 # Columns that are summed at a time when a token is drawn.
@@ -34,11 +36,13 @@ class RequestKeys:
         self._counts: OrderedDict[bytes, int] = OrderedDict()
         self._least = 0  # what a request begins to count from whose count may have been dropped
 
-    def key(self, prompt: Sequence[int], params: SamplingParams, session: str | None) -> bytes:
+    def key(self, prompt: list[int], params: SamplingParams, session: str | None) -> bytes:
         """Return the key of a request."""
         if params.seed is not None:
             return _digest("seed", params.seed)
-        kind = _digest(self._seed, session, list(prompt))
+        # The text that repr gives, at a fifth of the time for long prompts.
+        tokens = msgspec.json.encode(prompt).replace(b",", b", ").decode()
+        kind = _digest_of(f"({self._seed!r}, {session!r}, {tokens})")
         count = self._counts.pop(kind, self._least)
         self._counts[kind] = count + 1
         if len(self._counts) > COUNTED:
@@ -53,7 +57,11 @@ def uniform(key: bytes, position: int) -> float:
 
 
 def _digest(*parts: object) -> bytes:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+    return _digest_of(repr(parts))
+
+
+def _digest_of(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def sample_tokens(
@@ -78,13 +86,13 @@ def sample_tokens(
         logits are not numbers, has the logprob NaN.
     """
     device = logits.device
-    greedy = torch.tensor([one.temperature == 0 for one in params], device=device)
+    greedy = to_device([one.temperature == 0 for one in params], torch.bool, device)
     temperatures = [max(one.temperature, LEAST_TEMPERATURE) for one in params]
     highest, likeliest = logits.max(dim=1, keepdim=True)
-    scaled = (logits - highest) / torch.tensor(temperatures, device=device).unsqueeze(1)
+    scaled = (logits - highest) / to_device(temperatures, torch.float32, device).unsqueeze(1)
     limited = [row for row, one in enumerate(params) if _is_limited(one)]
     if limited:
-        rows = torch.tensor(limited, device=device)
+        rows = to_device(limited, torch.int64, device)
         scaled[rows] = _limit(scaled[rows], [params[row] for row in limited])
     drawn, total = _draw(scaled.exp(), uniforms)
     tokens = torch.where(greedy, likeliest.squeeze(1), drawn)
@@ -109,7 +117,7 @@ def _limit(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocabulary = logits.shape[1]
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+        return to_device(values, torch.float64, logits.device).unsqueeze(1)
 
     ordered, order = logits.double().sort(dim=1, descending=True, stable=True)
     top_k = [vocabulary if one.top_k == -1 else one.top_k for one in params]

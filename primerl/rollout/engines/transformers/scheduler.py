@@ -47,6 +47,10 @@ class BatchedRequest:
         """Return where in the cache the key and value of a token are."""
         return self.pages[position // PAGE_TOKENS].index * PAGE_TOKENS + position % PAGE_TOKENS
 
+    def table(self, pages: int) -> list[int]:
+        """Return the numbers of the request's pages, filled up with the empty page 0."""
+        return [page.index for page in self.pages] + [0] * (pages - len(self.pages))
+
 
 @attrs.frozen(eq=False)
 class Chunk:

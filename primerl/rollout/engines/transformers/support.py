@@ -25,6 +25,11 @@ def refuse_unsupported(model: Any) -> None:
         raise ValueError(
             f"{type(model).__name__} is not a transformers model; expected a causal language model"
         )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} has no language-model head; "
+            "expected a causal language model, such as AutoModelForCausalLM loads"
+        )
     if reason := _reason(model, config):
         raise ValueError(f"{config.model_type} {reason}; serve this model with vLLM")
 
@@ -45,13 +50,13 @@ def _reason(model: nn.Module, config: Any) -> str | None:
     return None
 
 
-def rope_limit(model: Any) -> int | None:
-    """Return the number of positions that the model is served with; None if there is no limit.
+def rope_limit(config: Any) -> int | None:
+    """Return the number of positions that a model is served with; None if there is no limit.
 
     If rotary embeddings depend on the longest request of a batch, requests must stay below the
     length at which they begin to.
     """
-    text = model.config.get_text_config()
+    text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None) or {}
     # If layers of different types rotate differently, there is one nested dictionary per type.

@@ -1,0 +1,121 @@
+"""Time to publish a sharded model to two servers of two workers each, by the number of ranks.
+
+    python -m pytest bench/test_publication.py -m "" -s -o addopts=--import-mode=importlib
+
+Ranks exchange shards through gloo, and servers are processes that fetch, patch, check
+and copy real publications. Each worker uses half of the tensors. Each row prints the seconds of
+each phase (median of three), the pause of the slowest worker (a part of ``load``), for how long
+``start`` held up training (``held``) of all that a publication beside it took (``beside``), the
+bytes that a rank writes, and how much rank 0's peak memory grew after the first version. A step
+changes 2% of the words. Ranks share this machine's cores, so that the seconds of ``encode`` and
+``write`` fall only as far as there are cores; the bytes per rank are what a cluster divides by.
+PUBLICATION_GB sets the size of the larger model.
+"""
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from forked_ranks import forked_ranks
+from publishing import Replica
+
+from primerl._common.checkpoint_tensors import TensorLayout
+from primerl._common.digests import digest_of, digest_of_all
+from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.transports.publisher import Publisher
+
+WIDTH = 1024
+LAYER = 2 * (4 * WIDTH * WIDTH + 3 * 4 * WIDTH * WIDTH)  # bytes in bfloat16
+LARGE = float(os.environ.get("PUBLICATION_GB", "1.5"))
+
+
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+@pytest.mark.parametrize("gigabytes", [LARGE / 2, LARGE])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_publication(tmp_path, encoding, gigabytes, ranks):
+    layers = max(4, round(gigabytes * 1e9 / LAYER))
+    program = Path(__file__).with_name("publishing_ranks.py")
+    done = forked_ranks(
+        program, tmp_path, WIDTH, layers, encoding, ranks=ranks, cwd=tmp_path, timeout_s=1800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    seconds = "  ".join(f"{phase} {value:6.2f}" for phase, value in found["seconds"].items())
+    written = max(one["written"] for one in found["ranks"]) / 1e6
+    print(
+        f"\n{encoding:5} {found['bytes'] / 1e9:.2f} GB, {ranks} ranks: {seconds}  s;"
+        f"  largest part {written:7.1f} MB, rank 0 grew {found['ranks'][0]['grown_mb']:.0f} MB"
+    )
+
+
+TENSOR = 4 << 20  # bytes
+SHARES = {"all": 1, "half": 2, "a 16th": 16}
+
+
+class InPlace(Replica):
+    """A worker that copies tensors to where the old ones are, like a model."""
+
+    def store(self, tensors):
+        for name, tensor in tensors:
+            if self.uses(name):
+                self.tensors.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+
+
+class HashesAll(InPlace):
+    """A worker as before: it maps the tensors in the pause, and hashes all in one thread."""
+
+    def load(self, update):
+        started = time.perf_counter()
+        reader = FolderReader(self.reader.folder)
+        manifest, tensors = reader.open(update["version"])
+        digests = {}
+
+        def hashed():
+            for name, tensor in tensors.items():
+                digests[name] = digest_of(tensor)
+                yield name, tensor
+
+        self.store(hashed())
+        digest = digest_of_all(digests)
+        assert digest == manifest.digest
+        self.receipt = {"digest": digest, "seconds": {"load": time.perf_counter() - started}}
+        reader.release()
+
+
+@pytest.mark.parametrize("gigabytes", [LARGE / 2, LARGE])
+def test_pause(tmp_path, gigabytes):
+    """The pause of a worker that uses all tensors or half of them, beside that of ``HashesAll``."""
+    count = round(gigabytes * 1e9 / TENSOR)
+    tensors = {
+        f"layers.{i}": torch.full((TENSOR // 2,), i, dtype=torch.int16) for i in range(count)
+    }
+    layout = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    publisher = Publisher(tmp_path)
+    digest = publisher.prepare(1, layout, tensors.items()).digest
+    publisher.commit()
+    update, used = {"folder": str(tmp_path), "version": 1}, {}
+    numbers = {name: number for number, name in enumerate(tensors)}
+    workers = {
+        (share, kind): kind(lambda name, step=step: numbers[name] % step == 0)
+        for share, step in SHARES.items()
+        for kind in (HashesAll, InPlace)
+    }
+    seconds = {key: [] for key in workers}
+    for _ in range(5):
+        for key, worker in workers.items():
+            worker.prepare(update)
+            worker.load(update)
+            assert worker.receipt["digest"] == digest
+            seconds[key].append(worker.receipt["seconds"]["load"])
+            used[key] = sum(tensor.nbytes for tensor in worker.tensors.values()) / 1e9
+    for share in SHARES:
+        before, now = (statistics.median(seconds[share, kind]) for kind in (HashesAll, InPlace))
+        size = used[share, InPlace]
+        print(
+            f"\n{gigabytes:.2f} GB, {share:6} used: before {before:.2f} s, now {now:.2f} s, "
+            f"{before / now:.1f} times less; {now / size:.2f} s per GB used"
+        )

@@ -1,0 +1,81 @@
+"""Loading of published tensors into a model, with digests of the tensors that the loader used."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from primerl._common.digests import TensorDigest, described, digest_of, digest_of_all
+from primerl._common.threads import BoundedThreads
+from primerl.serving.worker.tracked_tensors import TrackedTensors
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class LoadedTensors:
+    """The tensors that a worker loaded."""
+
+    digests: dict[str, TensorDigest]
+    """The digests of all tensors that came. Of a tensor that the loader did not use, only dtype and
+    shape are its own, and the digest of the bytes is the expected one."""
+    ignored: list[str]
+    """The names of the tensors that the loader was given and did not use."""
+    returned: Any
+    """What the loader returned."""
+
+    def compare(self, expected: Mapping[str, TensorDigest] | None) -> dict[str, Any]:
+        """Return the part of a receipt that compares the tensors with the published ones."""
+        taken = self.digests
+        expected = taken if expected is None else expected
+        return {
+            "digest": digest_of_all(taken),
+            "tensors": len(taken),
+            "missing": sorted(expected.keys() - taken.keys()),
+            "unexpected": sorted(taken.keys() - expected.keys()),
+            "differing": sorted(n for n in taken.keys() & expected if taken[n] != expected[n]),
+        }
+
+
+def load_checked(
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    expected: Mapping[str, TensorDigest] | None,
+    threads: int,
+    needs: Callable[[str], bool] = lambda _: True,
+) -> LoadedTensors:
+    """Call a loader with tensors, and hash those that the loader uses in threads beside it.
+
+    The bytes of the others are not read, so they take no time if they are memory-mapped.
+
+    Args:
+        load: the loader, such as the ``load_weights`` of a model.
+        tensors: the tensors by name; they must not change while they are loaded.
+        expected: the published digests. A tensor that is not in it is hashed in any case; None
+            stands for no digests.
+        threads: how many threads hash.
+        needs: whether this worker needs a tensor, by its name; the loader is given no others.
+    """
+    unread: dict[str, TensorDigest] = {}
+    hashed: dict[str, Future[TensorDigest]] = {}
+    with BoundedThreads(threads) as pool:
+
+        def hash_beside(name: str, tensor: Tensor) -> None:
+            if name not in hashed:
+                # Copied from a GPU here, because other threads have other CUDA streams.
+                hashed[name] = pool.submit(digest_of, tensor.detach().cpu())
+
+        def arriving() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                if expected is None or name not in expected:
+                    hash_beside(name, tensor)
+                else:
+                    unread[name] = described(tensor, expected[name].digest)
+                if needs(name):
+                    yield name, tensor
+
+        tracked = TrackedTensors(arriving(), on_use=hash_beside)
+        returned = load(tracked)
+    digests = unread | {name: digest.result() for name, digest in hashed.items()}
+    return LoadedTensors(digests=digests, ignored=tracked.ignored, returned=returned)

@@ -1,0 +1,91 @@
+"""Files of a run that only grow, and that a full disk leaves whole."""
+
+import io
+import os
+import shutil
+from pathlib import Path
+
+
+class RecordFile:
+    """A file that is appended to; a write that fails, such as on a full disk, is undone.
+
+    Attributes:
+        path: the path of the file.
+        end: where the records end, in bytes; the file is longer if a write was cut off.
+
+    Args:
+        path: the path of the file.
+        new: create the file, which must not exist; otherwise append to it.
+        end: where the records end in the file; by default at its end.
+    """
+
+    def __init__(self, path: Path, *, new: bool, end: int | None = None) -> None:
+        self.path = path
+        # Append mode writes at the end also after a truncation. A buffer would repeat what failed.
+        self._file = io.FileIO(path, "a+", opener=_created if new else None)
+        size = os.fstat(self._file.fileno()).st_size
+        self.end = size if end is None else end
+        self._torn = False
+
+    def fileno(self) -> int:
+        """Return the file's descriptor."""
+        return self._file.fileno()
+
+    def append(self, data: bytes) -> None:
+        """Append all of the data.
+
+        Raises:
+            OSError: the data could not be written. It names the file.
+        """
+        try:
+            if self._torn:
+                os.ftruncate(self._file.fileno(), self.end)
+            self._torn = True
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+            self._torn = False
+        except OSError as error:
+            self.undo(self.end)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self.end += len(data)
+
+    def undo(self, end: int) -> None:
+        """Drop all data after ``end``: now, or with the next write if that fails."""
+        self.end = end
+        try:
+            os.ftruncate(self._file.fileno(), end)
+        except OSError:
+            self._torn = True
+        else:
+            self._torn = False
+
+    def move_tail(self, target: Path) -> None:
+        """Move all data after ``end`` into a new file, if there is any."""
+        if os.fstat(self._file.fileno()).st_size <= self.end:
+            return
+        self._file.seek(self.end)
+        with target.open("xb") as kept:
+            shutil.copyfileobj(self._file, kept)
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.ftruncate(self._file.fileno(), self.end)
+
+    def sync(self) -> None:
+        """Sync the file to disk.
+
+        Raises:
+            OSError: the file could not be synced. It names the file.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _created(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_EXCL, 0o666)

@@ -1,0 +1,217 @@
+"""A host's copy of published tensors, which deltas are applied to."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from primerl._common.digests import digest_of, raw_bytes
+from primerl._common.files import whole_or_nothing
+from primerl._common.shared_folder import SharedFolder, acquire
+from primerl._common.tensor_files import map_tensors
+from primerl._common.threads import BoundedThreads
+from primerl.weights.transports import delta
+from primerl.weights.transports.publications import (
+    DELTA,
+    FULL,
+    SAME,
+    PublicationManifest,
+    chain,
+    check_file,
+    describe,
+)
+
+
+class HostCopy:
+    """One copy of a folder's newest tensors, shared by all receivers on a host.
+
+    The copy is in shared memory, or on disk if shared memory is too small. It has a file for each
+    part of a publication. Receivers that bring it to a version at the same time share the work:
+    each takes the parts that no other is at.
+    """
+
+    def __init__(self, folder: Path, *, size: int, timeout_s: float, threads: int) -> None:
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._allowance = f"{size / 1e9:.1f} GB have {self._timeout_s:.0f} s"
+        self._folder = folder
+        key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
+        # Room for two: a full version is written beside the version that it replaces.
+        self._place = SharedFolder(f"copy-{key}", room=2 * size)
+        self._parts: dict[Path, CopiedPart] = {}
+
+    def bring_to(self, parts: Mapping[Path, PublicationManifest]) -> list[Path]:
+        """Update the copy to a version, by deltas where possible; return its files.
+
+        Raises:
+            ValueError: a file is damaged, or the result differs from the published tensors.
+            TimeoutError: another process held a part for too long.
+        """
+        for place in parts:
+            if place not in self._parts:
+                copies = self._place.path / place.relative_to(self._folder)
+                self._parts[place] = CopiedPart(place, copies=copies, threads=self._threads)
+        order = list(parts)
+        start = os.getpid() % len(order)
+        rotated = (*order[start:], *order[:start])
+        left = [place for place in rotated if not self._parts[place].try_to_bring_to(parts[place])]
+        for place in left:
+            try:
+                self._parts[place].bring_to(parts[place], timeout_s=self._timeout_s)
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}: {self._allowance}") from None
+        return [self._parts[place].path for place in parts]
+
+    def lock(self, parts: Mapping[Path, PublicationManifest]) -> list[Path]:
+        """Lock the copy of a version until ``release``; return its files."""
+        for place, manifest in parts.items():
+            if place not in self._parts:
+                raise ValueError(f"version {manifest.version} was not fetched")
+            self._parts[place].lock(manifest, timeout_s=self._timeout_s)
+        return [self._parts[place].path for place in parts]
+
+    def release(self, *, distrust: bool = False) -> None:
+        """Unlock the copy; with ``distrust``, mark it dirty."""
+        for part in self._parts.values():
+            part.release(distrust=distrust)
+
+    def close(self) -> None:
+        """Close the copy; the last process to close it removes it."""
+        self._place.close()
+
+
+class CopiedPart:
+    """A host's copy of one part of the publications, changed in place under a lock.
+
+    It is marked dirty meanwhile. A copy that is found dirty is made anew.
+
+    Args:
+        folder: the folder of the part's publications.
+        copies: the folder of the host's copies.
+        threads: how many threads patch and hash.
+    """
+
+    def __init__(self, folder: Path, *, copies: Path, threads: int) -> None:
+        self._threads = threads
+        self._folder = folder
+        copies.mkdir(mode=0o700, exist_ok=True)
+        self._lock = copies / "lock"
+        self.path = copies / "tensors.safetensors"
+        self._state_file = copies / "state.json"
+        self._reading: BinaryIO | None = None
+
+    def try_to_bring_to(self, manifest: PublicationManifest) -> bool:
+        """Update the copy unless another process does; return whether the copy has the version."""
+        try:
+            self.bring_to(manifest, timeout_s=0.0)
+        except TimeoutError:
+            return False
+        return True
+
+    def bring_to(self, manifest: PublicationManifest, *, timeout_s: float) -> None:
+        """Update the copy to a version, by deltas where possible.
+
+        Raises:
+            ValueError: a file is damaged, or the result differs from the published tensors.
+            TimeoutError: another process held the copy for too long.
+        """
+        with acquire(self._lock, exclusive=True, timeout_s=timeout_s):
+            have = self._state()
+            if have == manifest.digest:
+                return
+            steps = chain(self._folder, manifest.version, have=have)
+            paths = [check_file(self._folder, step) for step in steps]
+            self._set_state(None)
+            for step, path in zip(steps, paths, strict=True):
+                self._take(step, path)
+            self._verify(manifest)
+            self._set_state(manifest.digest)
+
+    def _take(self, step: PublicationManifest, path: Path) -> None:
+        if step.kind == FULL:
+            partial = self.path.with_suffix(".partial")
+            shutil.copyfile(path, partial)
+            partial.rename(self.path)
+            return
+        tensors = map_tensors(self.path, writable=True)
+        sent = map_tensors(path)
+        changed = [name for name, form in step.forms.items() if form != SAME]
+        if unknown := [name for name in changed if name not in tensors or name not in sent]:
+            raise ValueError(f"{describe(path)} does not fit the version before it: {unknown[0]}")
+        with BoundedThreads(self._threads) as threads:
+            patches = {
+                name: threads.submit(
+                    _patch, raw_bytes(sent[name]), raw_bytes(tensors[name]), step.forms[name]
+                )
+                for name in changed
+            }
+        for name, patch in patches.items():
+            try:
+                patch.result()
+            except ValueError as error:
+                raise ValueError(f"{path.name}: {name}: {error}") from error
+
+    def _verify(self, manifest: PublicationManifest) -> None:
+        tensors = map_tensors(self.path)
+        with BoundedThreads(self._threads) as threads:
+            found = {name: threads.submit(digest_of, tensor) for name, tensor in tensors.items()}
+        wrong = sorted(tensors.keys() ^ manifest.tensors.keys())
+        wrong += [n for n, digest in found.items() if digest.result() != manifest.tensors.get(n)]
+        if wrong:
+            raise ValueError(
+                f"this host's copy of version {manifest.version} is wrong: {', '.join(wrong[:3])} "
+                "differ from the published tensors"
+            )
+
+    def lock(self, manifest: PublicationManifest, *, timeout_s: float) -> None:
+        """Lock the copy until ``release``.
+
+        Raises:
+            ValueError: the copy no longer holds the version.
+        """
+        self.release()
+        self._reading = acquire(self._lock, exclusive=False, timeout_s=timeout_s)
+        if self._state() != manifest.digest:
+            self.release()
+            raise ValueError(
+                f"the copy in {self.path.parent} no longer holds version {manifest.version}"
+            )
+
+    def release(self, *, distrust: bool = False) -> None:
+        """Unlock the copy; with ``distrust``, mark it dirty."""
+        if self._reading is not None:
+            if distrust:
+                self._set_state(None)
+            self._reading.close()
+            self._reading = None
+
+    def _state(self) -> str | None:
+        """Return the copy's ``PublicationManifest.digest``; None if it is dirty or missing."""
+        try:
+            digest = json.loads(self._state_file.read_bytes())["digest"]
+        except FileNotFoundError:
+            return None
+        return str(digest) if digest and self.path.is_file() else None
+
+    def _set_state(self, digest: str | None) -> None:
+        with whole_or_nothing(self._state_file) as file:
+            file.write(json.dumps({"digest": digest}).encode())
+
+
+def _patch(source: np.ndarray, target: np.ndarray, form: str) -> None:
+    """Turn a tensor's old bytes into the new ones, in place.
+
+    Raises:
+        ValueError: ``source`` is damaged, or is for another tensor.
+    """
+    if form == DELTA:
+        delta.apply(source, target)
+    elif len(source) == len(target):
+        target[:] = source
+    else:
+        raise ValueError(f"{len(source)} bytes were sent, the tensor has {len(target)}")

@@ -5,6 +5,7 @@
 #   make test                     run the tests of each package, and a short run of one recipe
 #   make test-all                 also run all recipes, ranks, process deaths, notebooks and the site
 #   make test-vllm                run the tests that need vLLM; installs its CPU build (3.5 GB)
+#   make test-agents              play a task with today's clients from PyPI and npm; installs 5 GB
 #   make test-oldest              run test-all with the oldest supported torch and transformers;
 #   make test-newest              the same with the newest; each installs several GB, once
 #   make gpu                      run GPU tests and benchmarks in under 9 minutes, write gpu-report.md
@@ -23,9 +24,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Run files in order: by default, xdist starts files with few but long tests last.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
-ALL := -m "not (gpu or slow or vllm)"
+ALL := -m "not (gpu or slow or vllm or agents)"
 
-.PHONY: demo road test test-all test-vllm test-oldest test-newest gpu check bench docs mutants clean
+.PHONY: demo road test test-all test-vllm test-agents test-oldest test-newest gpu check bench docs mutants clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python recipes/demo.py $(ARGS)
@@ -41,6 +42,10 @@ test-all: $(VENV)/.test
 
 test-vllm: $(VENV)/.vllm
 	$(BIN)/python -m pytest tests/vllm -m "vllm and not slow and not gpu" $(ARGS)
+
+# The clients go into ~/.cache/primerl/agents, or the folder of PRIMERL_AGENTS_FOLDER.
+test-agents: $(VENV)/.test
+	$(BIN)/python -m pytest tests/agents -m agents -n 0 $(ARGS)
 
 # These use separate environments. PyPI's torch includes the CUDA libraries.
 test-oldest test-newest: test-%: .venv-%/.test

@@ -87,10 +87,10 @@ class Args:
     ep: int = attrs.field(default=1, validator=number(at_least=1))
     #: context parallelism: number of ranks that share the tokens of each micro-batch
     cp: int = attrs.field(default=1, validator=number(at_least=1))
-    #: sample in this process, or start a vLLM server
-    engine: Literal["transformers", "vllm"] = "transformers"
+    #: sample in this process, or start a vLLM server: the default on a GPU where vLLM is installed
+    engine: Literal["transformers", "vllm"] = attrs.field(factory=serving.default_engine)
     #: URLs of vLLM servers that are already running
-    engine_urls: tuple[str, ...] = ()
+    engine_urls: tuple[str, ...] = attrs.field(default=(), validator=track.urls)
     #: arguments of the vLLM server to start, such as gpu_memory_utilization 0.4
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
     #: folder for published weights that all hosts share; needed only if servers are on other hosts
@@ -103,6 +103,8 @@ class Args:
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
     #: policy steps between checkpoints; 0: save only at the end or when the run is stopped
     save_every: int = attrs.field(default=10, validator=number(at_least=0))
+    #: project of Weights & Biases that gets the metrics, too; offline without an API key
+    wandb: str | None = None
     #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     #: folder of the run to resume
@@ -116,6 +118,8 @@ def extras(args: Args) -> list[str]:
         needed.append("verifiers")
     if args.engine == "vllm" and not args.engine_urls:
         needed.append("vllm")
+    if args.wandb:
+        needed.append("wandb")
     return needed
 
 
@@ -157,13 +161,19 @@ def open_engine(args: Args, model: Any) -> Iterator[Any]:
         with serving.VLLMEngine(args.engine_urls) as engine:
             yield engine
     elif args.engine == "vllm":
-        settings = {"dtype": args.dtype} | args.vllm
-        server = serving.serve_vllm(args.model, **settings)
+        settings: dict[str, Any] = {"dtype": args.dtype}
+        if torch.cuda.device_count() == 1:
+            settings["gpu_memory_utilization"] = 0.4  # the trainer needs the rest
+        print("sampling with vLLM; --engine transformers would sample in this process")
+        server = serving.serve_vllm(args.model, **(settings | args.vllm))
         with server, serving.VLLMEngine(server) as engine:
             yield engine
     else:
         if importlib.util.find_spec("vllm"):
-            print("vLLM is installed: --engine vllm samples faster")
+            print(
+                "sampling in this process; --engine vllm would sample with vLLM, and "
+                f"`python -m primerl.rollout speed {args.model}` compares their speed"
+            )
         dtype = getattr(torch, args.dtype)
         with rollout.TransformersEngine(model, dtype=dtype, seed=args.seed) as engine:
             yield engine
@@ -216,8 +226,9 @@ def backward(
 @track.interruptible()
 def main(args: Args) -> None:
     world = parallel.process_group(seed=args.seed)
-    # To log to Weights & Biases, add track.wandb_sink("project", args) to the sinks.
-    sinks = [track.LiveView("GRPO", steps=args.steps)] if world.is_first else []
+    sinks = []
+    if world.is_first:
+        sinks = [track.LiveView("GRPO", steps=args.steps), track.wandb_sink(args.wandb, args)]
     parallel.configure_cpu()
     if args.env is not None:  # find a wrong name before the model loads
         rollout.verifiers(args.env, tokenizer=None)
@@ -284,8 +295,10 @@ def main(args: Args) -> None:
             parallel.freeze_gc()  # no garbage collection of the objects built so far
 
             for step in range(first_step, args.steps):
-                if args.eval_every and step % args.eval_every == 0:
-                    run.log_evaluation(step, rollouts.evaluate(eval_tasks, greedy))
+                if rollouts.evaluation_due(step, every=args.eval_every):
+                    rollouts.start_evaluation(eval_tasks, greedy, version=step, keep_errors=True)
+                for ended in rollouts.ended_evaluations():
+                    run.log_evaluation(ended.version, ended.outcomes())
                 groups = rollouts.take(version=step)
                 samples = advantage.assign(groups, advantage.standardized)
 
@@ -334,7 +347,9 @@ def main(args: Args) -> None:
                 if stopping:
                     raise checkpoint.Stopped(step + 1)
 
-        run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, greedy))
+        rollouts.start_evaluation(eval_tasks, greedy, version=args.steps, keep_errors=True)
+        for ended in rollouts.ended_evaluations(timeout_s=3600):
+            run.log_evaluation(ended.version, ended.outcomes())
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish()
         if world.is_first:
@@ -342,4 +357,11 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__, extras=extras))
+    main(
+        track.command_line(
+            Args,
+            description=__doc__,
+            extras=extras,
+            check=lambda args: track.require_model(args.model, flag="--model"),
+        )
+    )

@@ -16,13 +16,14 @@ To adapt the script, copy this file and edit it: ``SCALES`` has the flags for ea
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import numpy as np
-from attrs.validators import and_, deep_iterable, ge, min_len, optional
+from attrs.validators import optional
 
 from primerl import track
 
@@ -51,9 +52,6 @@ with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
 from primerl.track import number
 from primerl.types import SamplingParams
 
-# at least one number, and each number at least 1
-COUNTS = and_(min_len(1), deep_iterable(ge(1)))
-
 
 @attrs.frozen(kw_only=True)
 class Args:
@@ -61,8 +59,9 @@ class Args:
 
     #: entry of SCALES in this file, for the machines to run on; other flags override it
     scale: Literal["debug", "laptop", "8xh200", "glm5"] = "debug"
-    #: model folder or Hugging Face hub id; tiny:FAMILY makes a tiny model with random weights
-    model: str | None = "tiny:glm4_moe"
+    #: model folder or Hugging Face hub id; tiny:FAMILY makes a tiny model with random weights,
+    #: taught:FAMILY one that fixes the bugs of one program in about half of its rollouts
+    model: str | None = "taught:glm4_moe"
     #: folder of recipes/configs with the model's configuration, for --dry-run without its files
     config: str | None = None
     #: number of policy steps
@@ -70,15 +69,17 @@ class Args:
     #: seed of a tiny model's weights and of sampling in this process
     seed: int = attrs.field(default=0, validator=number(at_least=0, below=2**32))
     #: learning rate
-    lr: float = attrs.field(default=1e-3, validator=number(at_least=0))
+    lr: float = attrs.field(default=3e-4, validator=number(at_least=0))
     #: environment of the verifiers library
     env: str = "bugfix"
     #: options of the environment's tasks, such as tier easiest
-    env_config: dict[str, str] = attrs.field(factory=dict)
+    env_config: dict[str, str] = attrs.field(
+        factory=lambda: {"tier": "easiest", "program": "last_word"}
+    )
     #: maximum tokens per rollout
     context: int = attrs.field(default=4096, validator=number(at_least=1))
     #: maximum tokens per reply
-    reply_tokens: int = attrs.field(default=32, validator=number(at_least=1))
+    reply_tokens: int = attrs.field(default=96, validator=number(at_least=1))
     #: maximum turns per rollout
     max_turns: int = attrs.field(default=4, validator=number(at_least=1))
     #: tasks per policy step
@@ -87,10 +88,10 @@ class Args:
     group_size: int = attrs.field(default=4, validator=number(at_least=2))
     #: maximum staleness of a trained token, in policy steps
     max_staleness: int = attrs.field(default=2, validator=number(at_least=0))
-    #: train only on groups whose rewards differ; a random policy never earns a reward
-    require_signal: bool = False
+    #: train only on groups whose rewards differ
+    require_signal: bool = True
     #: number of held-out tasks
-    eval_tasks: int = attrs.field(default=8, validator=number(at_least=0))
+    eval_tasks: int = attrs.field(default=2, validator=number(at_least=0))
     #: policy steps between evaluations; 0: evaluate only at the end
     eval_every: int = attrs.field(default=10, validator=number(at_least=0))
     #: policy steps between checkpoints; 0: save only at the end or when the run is stopped
@@ -103,6 +104,8 @@ class Args:
     replay: bool = True
     #: keep the optimizer state in host memory
     offload: bool = False
+    #: keep the inputs of layers, which they are recomputed from, in host memory
+    offload_activations: bool = False
     #: expert parallelism: number of ranks that share the experts of each layer
     ep: int = attrs.field(default=2, validator=number(at_least=1))
     #: context parallelism: number of ranks that share the tokens of each micro-batch
@@ -110,11 +113,11 @@ class Args:
     #: sample in this process, or start a vLLM server
     engine: Literal["transformers", "vllm"] = "transformers"
     #: URLs of vLLM servers that are already running
-    engine_urls: tuple[str, ...] = ()
+    engine_urls: tuple[str, ...] = attrs.field(default=(), validator=track.urls)
     #: FP8 checkpoint for the server to start
     server_model: str | None = None
     #: GPUs per server, which share its experts; a run uses the first number, --dry-run compares all
-    server_gpus: tuple[int, ...] = attrs.field(default=(1,), validator=COUNTS)
+    server_gpus: tuple[int, ...] = attrs.field(default=(1,), validator=number(at_least=1))
     #: maximum concurrent rollouts per GPU of the server to start
     max_num_seqs: int = attrs.field(default=64, validator=number(at_least=1))
     #: fraction of each GPU's memory for this server; vLLM's default is 0.9
@@ -126,17 +129,23 @@ class Args:
     #: folder for weights and expert routes, shared by all hosts; only for runs on several hosts
     shared_folder: str | None = None
     #: nodes that train; a run uses the first number, --dry-run compares all
-    nodes: tuple[int, ...] = attrs.field(default=(1,), validator=COUNTS)
+    nodes: tuple[int, ...] = attrs.field(default=(1,), validator=number(at_least=1))
     #: GPUs per node that train; in a rehearsal, CPU processes
     gpus_per_node: int = attrs.field(default=2, validator=number(at_least=1))
     #: for --dry-run: memory per GPU in bytes
     gpu_bytes: int = attrs.field(default=2 * 10**9, validator=number(at_least=1))
+    #: for --dry-run: mean number of tokens of a rollout
+    mean_tokens: int = attrs.field(default=50_000, validator=number(at_least=1))
+    #: for --dry-run: number of servers
+    servers: int = attrs.field(default=1, validator=number(at_least=1))
     #: seconds after SIGTERM in which the current step must end
     grace_s: float = attrs.field(default=25.0, validator=number(above=0))
     #: control experiment: permute the rewards, so that they carry no information
     permute_rewards: bool = False
     #: print what would run where and what it would need, and start nothing
     dry_run: bool = False
+    #: project of Weights & Biases that gets the metrics, too; offline without an API key
+    wandb: str | None = None
     #: folder of a new run; runs/SCRIPT-NNN by default
     run_dir: str | None = None
     #: folder of the run to resume
@@ -149,11 +158,12 @@ SCALES = {
         scale="laptop",
         model=None,  # pass --model
         lr=1e-4,
+        env_config={},
         context=1024,
         reply_tokens=128,
         groups_per_step=8,
         group_size=8,
-        require_signal=True,
+        eval_tasks=8,
         dtype="float32",  # CPUs are slow in 16 bits, and even slower when they emulate FP8
         fp8_block=0,
         ep=1,
@@ -166,47 +176,57 @@ SCALES = {
         model="zai-org/GLM-4.7-Flash",
         config="glm47_flash",
         lr=1e-6,
+        env_config={},
         context=65_536,
         reply_tokens=8192,
         max_turns=100,
         groups_per_step=8,
         group_size=8,
         max_staleness=4,
-        require_signal=True,
+        eval_tasks=8,
         fp8_block=128,
         offload=True,
         ep=4,
         engine="vllm",
         server_gpus=(4,),
         gpus_per_node=4,  # the other four GPUs serve
-        gpu_bytes=141 * 10**9,
+        gpu_bytes=planning.H200_BYTES,
     ),
     "glm5": Args(
         scale="glm5",
         model="zai-org/GLM-5",
         config="glm5",
         lr=1e-6,
+        env_config={},
         context=131_072,
         reply_tokens=16_384,
         max_turns=300,
         groups_per_step=16,
         group_size=16,
         max_staleness=8,
-        require_signal=True,
+        eval_tasks=8,
         fp8_block=128,
         offload=True,
+        offload_activations=True,
         ep=8,
         cp=4,
         engine="vllm",
         server_gpus=(8, 32),
+        servers=12,
         max_num_seqs=96,
+        # 11 GB of a GPU stay outside, for CUDA's context and NCCL's buffers. Inside, vLLM also has
+        # activations and CUDA graphs, so not all of the 17.2 GB beside the weights of ep=8 can hold
+        # keys and values.
         gpu_memory_utilization=0.92,
         nodes=(16, 12),
         gpus_per_node=8,
-        gpu_bytes=141 * 10**9,
+        gpu_bytes=planning.H200_BYTES,
         grace_s=900.0,
     ),
 }
+
+TINY = ("tiny:", "taught:")  # what --model begins with to make a tiny model
+CONFIGS = Path(__file__).parent / "configs"
 
 # A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
 # depends on them.
@@ -230,19 +250,40 @@ def extras(args: Args) -> list[str]:
     needed = ["verifiers"]
     if args.engine == "vllm" and not args.engine_urls:
         needed.append("vllm")
+    if args.wandb:
+        needed.append("wandb")
     return needed
 
 
-def model_folder(args: Args) -> str:
-    """Return the folder or hub id of the initial policy. For tiny:FAMILY, create the model."""
+def check(args: Args) -> None:
+    """Refuse arguments that don't fit together, before anything is loaded."""
     if args.model is None:
         raise ValueError(f"--scale {args.scale} has no default model: pass --model FOLDER")
-    if not args.model.startswith("tiny:"):
+    if not args.model.startswith(TINY):
+        track.require_model(args.model, flag="--model")
+    known = sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
+    if args.dry_run and args.config not in (None, *known):
+        raise ValueError(f"--config is {args.config!r}; expected one of {', '.join(known)}")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if not args.dry_run and (ranks % args.ep or ranks % args.cp):
+        raise ValueError(
+            f"--ep is {args.ep} and --cp {args.cp}, on {ranks} ranks; expected divisors of the "
+            "number of ranks, which torchrun --nproc-per-node sets"
+        )
+
+
+def model_folder(args: Args) -> str:
+    """Return the folder or hub id of the initial policy. For a tiny model, create the folder."""
+    kind, _, family = args.model.partition(":")
+    if not args.model.startswith(TINY):
         return args.model
-    family = args.model.removeprefix("tiny:")
-    folder = Path("runs") / "models" / f"tiny-{family}-{args.seed}"
-    testing.tiny_chat_model(folder, family, seed=args.seed, max_position_embeddings=args.context)
-    return str(folder)
+    make = testing.tiny_chat_model
+    if kind == "taught":
+        from bugfix import rehearsal  # installed with the environment
+
+        make = rehearsal.policy
+    folder = Path("runs") / "models" / f"{kind}-{family}-{args.seed}"
+    return str(make(folder, family, seed=args.seed, max_position_embeddings=args.context))
 
 
 def fp8_format(args: Args) -> fp8.Format | None:
@@ -334,7 +375,7 @@ def prepare(model: Any, mesh: parallel.Mesh, args: Args) -> None:
     if form is not None:
         fp8.convert_linears(model, form=form)
         matmul = fp8.GroupedMatmul(form=form)
-    parallel.recompute(model.train())
+    parallel.recompute(model.train(), offload=args.offload_activations)
     parallel.shard(model, mesh, dtype=getattr(torch, args.dtype), matmul=matmul)
 
 
@@ -415,17 +456,24 @@ def plan(args: Args) -> planning.Plan:
     preset = SCALES[args.scale]
     of_another_model = args.model != preset.model and args.config == preset.config
     if args.config is not None and not of_another_model:
-        configs = Path(__file__).parent / "configs"
-        if not (configs / args.config).is_dir():
-            raise ValueError(f"--config is {args.config!r}; expected a folder name in {configs}")
-        folder = str(configs / args.config)
-    elif folder is None or folder.startswith("tiny:"):
-        folder = model_folder(args)
+        folder = str(CONFIGS / args.config)
+    elif folder.startswith(TINY):
+        untaught = folder.replace("taught:", "tiny:")
+        folder = model_folder(attrs.evolve(args, model=untaught))
 
     def trainer(model: Any, mesh: parallel.Mesh) -> torch.optim.Optimizer:
         prepare(model, mesh, args)
         return make_optimizer(model, args)
 
+    on_gpus = args.engine == "vllm"
+    workload = planning.PlannedStep(
+        rollouts=args.groups_per_step * args.group_size,
+        tokens=min(args.context, args.mean_tokens),
+        servers=args.servers,
+        evaluated=args.eval_tasks,
+        steps_in_flight=args.max_staleness + 1,
+        max_num_seqs=args.max_num_seqs,
+    )
     return planning.plan_run(
         lambda: models.empty_model(folder),
         trainer,
@@ -438,10 +486,14 @@ def plan(args: Args) -> planning.Plan:
         servers=args.server_gpus,
         tokens=args.context,
         step_tokens=args.groups_per_step * args.group_size * args.context,
+        steps=args.steps,
+        max_staleness=args.max_staleness,
         gpu_bytes=args.gpu_bytes,
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization or 0.9,
         form=fp8_format(args),
+        workload=workload if on_gpus else None,
+        allowances=planning.Allowances() if on_gpus else None,
     )
 
 
@@ -454,7 +506,9 @@ def main(args: Args) -> None:
         print(found.text())
         raise SystemExit(1 if found.refusal else 0)
     world = parallel.process_group(seed=args.seed, grace_s=args.grace_s)
-    sinks = [track.LiveView("GLM SWE", steps=args.steps)] if world.is_first else []
+    sinks = []
+    if world.is_first:
+        sinks = [track.LiveView("GLM SWE", steps=args.steps), track.wandb_sink(args.wandb, args)]
     parallel.configure_cpu()
     if world.is_first:
         flagship = attrs.evolve(
@@ -465,7 +519,8 @@ def main(args: Args) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     environment, train_tasks, eval_tasks = build_environment(args, tokenizer)
     sampling = SamplingParams(max_tokens=args.reply_tokens, temperature=1.0)
-    saved = checkpoint.last_good(args.resume if world.is_first else None)
+    # The ranks verify its contents together, in Checkpoints.load.
+    saved = checkpoint.last_good(args.resume if world.is_first else None, verify=False)
     generator = np.random.default_rng(args.seed)
 
     @advantage.of_rewards
@@ -518,14 +573,20 @@ def main(args: Args) -> None:
         checkpoints = checkpoint.Checkpoints(
             run.folder, model, optimizer, every=args.save_every, last=args.steps
         )
-        with checkpoints:
+        with checkpoints, transport:
             first_step = checkpoints.load(saved)
-            transport.publish(first_step)
+            publication = transport.start(first_step)
             parallel.freeze_gc()  # no garbage collection of the objects built so far
 
             for step in range(first_step, args.steps):
-                if args.eval_every and step % args.eval_every == 0:
-                    run.log_evaluation(step, rollouts.evaluate(eval_tasks, sampling))
+                if rollouts.evaluation_due(step, every=args.eval_every):
+                    rollouts.start_evaluation(eval_tasks, sampling, version=step, keep_errors=True)
+                for ended in rollouts.ended_evaluations():
+                    run.log_evaluation(ended.version, ended.outcomes())
+                # Train on the rollouts that are there while the engines load the weights of this
+                # step. If there are too few, wait for the weights, which sample the others.
+                if not parallel.from_first_rank(rollouts.ready(step)):
+                    publication.wait()
                 groups = rollouts.take(version=step)
                 samples = advantage.assign(groups, advantages)
                 packed = packing.pack(
@@ -540,13 +601,14 @@ def main(args: Args) -> None:
                 counts = replay.RouteCounts()
                 objective = backward(model, batches, statistics=statistics, counts=counts)
                 norm = parallel.clip_gradients(model.parameters(), 1.0)
+                receipt = publication.wait()  # the canary needs the weights of this step
                 if guard.allows(objective, norm):
                     optimizer.step()
                 optimizer.zero_grad()
                 rows = parallel.gather(statistics.end_minibatch(), mesh)
                 per_token = packing.unpack(packed, rows, samples)
                 replay.discard(samples)
-                receipt = transport.publish(step + 1)
+                publication = transport.start(step + 1)
 
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
                 metrics |= counts.summary(parallel.all_sum)
@@ -566,7 +628,9 @@ def main(args: Args) -> None:
                 if stopping:
                     raise checkpoint.Stopped(step + 1)
 
-        run.log_evaluation(args.steps, rollouts.evaluate(eval_tasks, sampling))
+        rollouts.start_evaluation(eval_tasks, sampling, version=args.steps, keep_errors=True)
+        for ended in rollouts.ended_evaluations(timeout_s=3600):
+            run.log_evaluation(ended.version, ended.outcomes())
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish()
         if world.is_first:
@@ -574,4 +638,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, presets={"scale": SCALES}, description=__doc__, extras=extras))
+    main(
+        track.command_line(
+            Args, presets={"scale": SCALES}, description=__doc__, extras=extras, check=check
+        )
+    )

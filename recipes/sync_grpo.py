@@ -214,4 +214,10 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(track.command_line(Args, description=__doc__))
+    main(
+        track.command_line(
+            Args,
+            description=__doc__,
+            check=lambda args: track.require_model(args.model, flag="--model"),
+        )
+    )

@@ -130,6 +130,45 @@ def test_sampling_params_out_of_range_are_refused(bad):
         SamplingParams(**({"max_tokens": 4} | bad))
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"max_tokens": 2.5}, "max_tokens is 2.5, expected a whole number"),
+        ({"max_tokens": "3"}, "max_tokens is '3', expected a whole number"),
+        ({"max_tokens": True}, "max_tokens is True, expected a whole number"),
+        ({"seed": "a"}, "seed is 'a', expected a whole number"),
+        ({"seed": 1.5}, "seed is 1.5, expected a whole number"),
+        ({"top_k": None}, "top_k is None, expected a whole number"),
+        ({"routes_start": 0.5}, "routes_start is 0.5, expected a whole number"),
+        ({"temperature": "1"}, "temperature is '1', expected a number"),
+        ({"top_p": True}, "top_p is True, expected a number"),
+        ({"min_p": None}, "min_p is None, expected a number"),
+        ({"stop_token_ids": 7}, "stop_token_ids is 7, expected a sequence of token ids"),
+        ({"stop_token_ids": "7"}, "stop_token_ids is '7', expected a sequence of token ids"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids is 1.5, expected a whole number"),
+    ],
+)
+def test_sampling_params_of_another_kind_are_refused(bad, message):
+    make = inspect.unwrap(SamplingParams.__init__)  # without the checks of types in these tests
+    with pytest.raises(ValueError, match=message):
+        make(object.__new__(SamplingParams), **({"max_tokens": 4} | bad))
+
+
+def test_sampling_params_of_numpy_become_pythons_own():
+    params = object.__new__(SamplingParams)
+    inspect.unwrap(SamplingParams.__init__)(
+        params, max_tokens=np.int64(4), seed=np.uint8(3), temperature=1, stop_token_ids=np.arange(2)
+    )
+
+    assert (params.max_tokens, params.seed, params.temperature) == (4, 3, 1.0)
+    assert [type(params.max_tokens), type(params.seed), type(params.temperature)] == [
+        int,
+        int,
+        float,
+    ]
+    assert [type(token) for token in params.stop_token_ids] == [int, int]
+
+
 def test_a_group_gathers_rewards_and_versions():
     group = make_group([0.0, 0.5, 1.0], version=3)
 

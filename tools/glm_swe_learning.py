@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bugfix import expert
+
 from primerl import models, rollout, testing
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -44,15 +46,9 @@ def write_conversations(path: Path, *, held_out: int) -> list[dict[str, Any]]:
     run("-m", "bugfix.expert", every, "--tier", TIER, "--split", "train", "--rewrite")
     rows = [json.loads(line) for line in every.read_text().splitlines()]
     kept = [row for row in rows if row["id"] not in left_out]
-    kept += [without_calls(row) for row in kept]
+    kept += [expert.without_calls(row) for row in kept]
     path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     return kept
-
-
-def without_calls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the conversation of an agent that only gives the expert's last reply."""
-    system, statement, *_, last = row["messages"]
-    return row | {"messages": [system, statement, last]}
 
 
 def write_model(folder: Path, conversations: list[dict[str, Any]], *, seed: int) -> None:
@@ -103,10 +99,8 @@ def reinforce(folder: Path, model: Path, args: argparse.Namespace, *more: str) -
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:
     """Return the steps of the evaluations, each with the mean reward of held-out tasks."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["step"], line["evaluation"]) for line in lines if "evaluation" in line]
-    last = json.loads((folder / "summary.json").read_text())
-    return [*found, (last["steps"], last["eval_after"])]
+    lines = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    return [(line["step"], line["evaluation"]) for line in lines]
 
 
 def draw(path: Path, curves: dict[str, list[tuple[int, float]]]) -> None:

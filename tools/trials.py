@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".mutants"
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "--no-summary"]
-PYTEST += ["-m", "not (gpu or slow or vllm)"]
+PYTEST += ["-m", "not (gpu or slow or vllm or agents)"]
 PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins imported before the fork
 MEMORY_BYTES = 3 << 30  # limit, since a mutant may append to a list forever
 Result = dict[str, Any]

@@ -7,6 +7,11 @@
 #
 # The job fails as soon as a server ends. On SIGTERM and Ctrl-C, the trainer is stopped first: it
 # saves a checkpoint after its step, and may need the servers to finish the step.
+#
+# A job that Slurm has requeued (after the failure of a node, a preemption or `scontrol requeue`)
+# resumes the run: the trainer gets `--resume`. A run that ended before its first checkpoint is moved
+# aside, and begins anew. A job whose trainer or server fails requeues itself, but only if the run
+# has saved a checkpoint since the job was started. So an error that comes back ends the job.
 
 # shellcheck shell=bash
 # shellcheck disable=SC2154 # the job file sets run_dir
@@ -22,6 +27,38 @@ fail_for_servers() {
     fail "$1: $run_dir/logs"
 }
 
+# ==== cluster: network and limits =================================================================
+# srun passes all of this on to the ranks and to the vLLM servers, whose GPUs also use NCCL and Gloo.
+# Variables that are already set win. As they are, the settings suit nodes without InfiniBand, too.
+# With NCCL_DEBUG=INFO, NCCL says what it takes: "NET/IB" (InfiniBand or RoCE) or "NET/Socket" (TCP).
+#
+# The interface over which ranks find each other, and Gloo sends. `ip -br addr` lists interfaces:
+# take one that is up on all nodes and reaches the others. By default, NCCL takes the first one,
+# preferably named ib*, and Gloo that of the host's name, which on some clusters is loopback.
+# NCCL takes a prefix, or an exact name after "="; Gloo takes exact names.
+#export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=eth0}"
+#export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-eth0}"
+#
+# The RDMA adapters of the GPUs, without those for storage. `ibdev2netdev` or `ibv_devinfo -l` lists
+# them. A prefix, or exact names after "=". By default, NCCL takes all that are up.
+#export NCCL_IB_HCA="${NCCL_IB_HCA:-=mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7}"
+#
+# Only for RoCE: the entry of an adapter's address table with RoCE v2 and the node's IP address, as
+# `show_gids` lists it. NCCL 2.21 and later find it themselves.
+#export NCCL_IB_GID_INDEX="${NCCL_IB_GID_INDEX:-3}"
+#
+# RDMA pins memory (memlock), and each connection takes a file descriptor. These soft limits rise to
+# the hard ones. The job files have `--propagate=NONE`: the hard limits are those of the nodes'
+# slurmd (LimitMEMLOCK=infinity in its unit), not those of the shell that submitted the job. NCCL
+# and published weights use /dev/shm, which by default may take half of a node's memory.
+ulimit -S -l "$(ulimit -H -l)"
+ulimit -S -n "$(ulimit -H -n)"
+if compgen -G '/sys/class/infiniband/*' > /dev/null && [[ $(ulimit -l) != unlimited ]]; then
+    echo "${SLURM_JOB_NAME:-job}: a process may pin only $(ulimit -l) KB (ulimit -l), so NCCL can't" \
+        "use RDMA; set LimitMEMLOCK=infinity in the slurmd unit of the nodes" >&2
+fi
+# ==================================================================================================
+
 train_nodes=${TRAIN_NODES:-1}
 port=${SERVER_PORT:-8000}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -31,6 +68,41 @@ trainers=("${nodes[@]:0:train_nodes}")
 servers=("${nodes[@]:train_nodes}")
 urls=()
 for node in "${servers[@]}"; do urls+=("http://$node:$port"); done
+
+# The run's last complete checkpoint, or nothing. (compgen -G would read the folder as a pattern.)
+last_checkpoint() {
+    local found
+    found=("$run_dir"/checkpoints/step-????????)
+    [[ ! -d ${found[-1]} ]] || echo "${found[-1]}"
+}
+
+# The inode tells whether a checkpoint was saved again under its old name.
+inode() { [[ -z $1 ]] || stat --format=%i "$1"; }
+
+for flag in "$@"; do
+    [[ $flag != --run[-_]dir* ]] || fail "$flag: RUN_DIR is an argument of the job, not a flag"
+done
+[[ $run_dir != *%* ]] || fail "RUN_DIR is $run_dir; srun would replace the % in names of logs"
+run_dir=${run_dir%/}
+begun_from=$(last_checkpoint)
+begun_inode=$(inode "$begun_from")
+damaged=("$run_dir"/checkpoints/step-*.skipped)
+resume=()
+if ((${SLURM_RESTART_COUNT:-0} > 0)); then
+    if [[ -n $begun_from ]]; then
+        resume=(--resume "$run_dir")
+        echo "start $((SLURM_RESTART_COUNT + 1)) of this job: resuming from ${begun_from##*/}"
+    elif [[ -e ${damaged[0]} ]]; then
+        fail "all checkpoints in $run_dir/checkpoints are damaged, so the run can't be resumed"
+    elif [[ -e $run_dir/args.json ]]; then
+        # The folder itself stays, because it may be a link or a mount point.
+        aside=$run_dir/before-$EPOCHSECONDS
+        mkdir "$aside"
+        find "$run_dir/" -mindepth 1 -maxdepth 1 ! -name 'before-*' -exec mv -t "$aside" {} +
+        echo "start $((SLURM_RESTART_COUNT + 1)) of this job: there was no checkpoint, so the run" \
+            "begins anew; its files are in $aside"
+    fi
+fi
 mkdir -p "$run_dir/logs"
 
 # The servers accept only requests with this key. srun passes it through the environment, since
@@ -45,7 +117,7 @@ on() {
     local -n part=$1
     shift
     exec srun --nodes="${#part[@]}" --ntasks="${#part[@]}" --ntasks-per-node=1 \
-        --nodelist="$(IFS=,; echo "${part[*]}")" --kill-on-bad-exit=1 "$@"
+        --nodelist="$(IFS=,; echo "${part[*]}")" --kill-on-bad-exit=1 --cpu-bind=none "$@"
 }
 
 serving='' training=''
@@ -57,7 +129,23 @@ finish() {
         kill -TERM "$part" 2>/dev/null || true
         wait "$part" || true
     done
+    ((code == 0 || code == 143)) || restart # 143: told to stop
     exit "$code"
+}
+
+# Requeue this job, which has failed, if that leads further than the last time.
+restart() {
+    local saved
+    saved=$(last_checkpoint)
+    # Requeueing a job that was cancelled would bring it back.
+    [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]] || return 0
+    if [[ -z $training || -z $saved || $(inode "$saved") == "$begun_inode" ]]; then
+        echo "not restarted: no checkpoint was saved since this job was started" >&2
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+        echo "requeued, to resume from ${saved##*/}" >&2
+    else
+        echo "not restarted: Slurm refuses to requeue; submit the job with --resume $run_dir" >&2
+    fi
 }
 trap finish EXIT
 trap 'exit 143' TERM INT
@@ -86,7 +174,7 @@ train() {
     on trainers torchrun --nnodes "$train_nodes" --nproc-per-node "${GPUS_PER_NODE:-8}" \
         --rdzv-backend c10d --rdzv-endpoint "${trainers[0]}:${TRAIN_PORT:-29500}" \
         --rdzv-id "$SLURM_JOB_ID" ${SHUTDOWN_TIMEOUT_S:+--shutdown-timeout "$SHUTDOWN_TIMEOUT_S"} \
-        "$@" &
+        "$@" "${resume[@]}" &
     training=$!
 
     wait -n "$training" "$serving" || true

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from page_edits import edited, part, section
 
 import primerl
 
@@ -95,3 +96,13 @@ def test_messages_under_troubleshooting_are_those_of_the_package():
     for message in messages:
         pieces = re.split(r"\.\.\.|\b[A-Z_]+\b|\d+|lr=|[;,]", message)
         assert max(pieces, key=len).strip() in source, message
+
+
+@pytest.mark.parametrize(
+    "page",
+    [part(ROOT, 0), part(ROOT, 1), section(ROOT, "LoRA") + section(ROOT, "Adapters alone")],
+    ids=["first", "second", "adapters alone"],
+)
+def test_the_edits_of_the_recipe_apply(page, tmp_path):
+    """The thorough tests run the edited recipes."""
+    compile(edited(ROOT, tmp_path, page).read_text(), "mine.py", "exec")

@@ -1,10 +1,12 @@
 """Parsers for the command lines in the cluster files, as the started programs read them."""
 
+import functools
 import signal
 import sys
 
 import attrs
 import pytest
+from glm_swe_trainer import load
 from torch.distributed.run import get_args_parser
 
 from primerl import serving, track
@@ -69,12 +71,28 @@ def served_by_recipe(recipe, tiny_model, model, monkeypatch):
     return found[0]
 
 
+@functools.cache
+def planned(root, scale="glm5"):
+    """Return the plan of a scale with its first layout and server."""
+    recipe = load(root / "recipes/glm_swe.py")
+    args = recipe.SCALES[scale]
+    first = attrs.evolve(args, nodes=args.nodes[:1], server_gpus=args.server_gpus[:1])
+    return recipe.plan(first)
+
+
+def planned_storage(root):
+    """Return the storage plan of the scale glm5, whose sizes are in the cluster files."""
+    return planned(root).storage
+
+
 def by_name(command):
     """Parse vLLM's command into a dict; ``--a b`` and ``--a=b`` are the same."""
     found = {}
     for word, following in zip(command, [*command[1:], "--"], strict=True):
         if word.startswith("--"):
             name, given, value = word.partition("=")
+            if name == "--middleware":  # may be given several times
+                name, value = word, ""
             assert name not in found, f"{name} is given twice"
             found[name] = value if given else "" if following.startswith("--") else following
     return found

@@ -5,6 +5,8 @@ samples the tokens one by one. Most are not those that the tokenizer would choos
 each has the logprob of the distribution that it was sampled from.
 """
 
+import attrs
+
 from primerl.serving.protocol import requests
 
 
@@ -23,9 +25,9 @@ class ForcedText:
         self._texts = {}
         body_of = requests.generate_body
 
-        def forced_body(prompt, params, **how):
-            body = body_of(prompt, params, **how)
-            text = self._texts.get(tuple(prompt))
+        def forced_body(params, **how):
+            body = body_of(params, **how)
+            _, text = self._texts.get(id(params), (params, None))
             if text is not None:
                 body["sampling_params"]["structured_outputs"] = {"choice": [text]}
             return body
@@ -38,7 +40,8 @@ class ForcedText:
     async def generate(self, prompt_ids, params, *, session=None):
         prompt = list(prompt_ids)
         number, self._number = self._number, self._number + 1
-        self._texts[tuple(prompt)] = self._script(prompt, number)
+        params = attrs.evolve(params)  # identifies the request; kept, so that its id stays its own
+        self._texts[id(params)] = params, self._script(prompt, number)
         completion = await self._engine.generate(prompt, params, session=session)
         self.requests.append((prompt, completion))
         return completion

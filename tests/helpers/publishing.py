@@ -1,46 +1,61 @@
 """Fake vLLM servers: servers that read real publications, without vLLM."""
 
 import threading
+import time
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from primerl._common.digests import digest_of, digest_of_all, raw_bytes
-from primerl.weights.transports.broadcast_group import join_group
+from primerl._common.threads import thread_count
+from primerl.serving.worker.checked_loading import load_checked
+from primerl.weights.transports.broadcast_group import as_bytes, join_group
 from primerl.weights.transports.folder_reader import FolderReader
 
 ROUNDING = 5e-5  # rounding error of logprobs in float32, in nats
 
 
 class Replica:
-    """One worker that fetches, opens and stores tensors like a vLLM worker's receiver."""
+    """One worker that fetches, opens and stores tensors like a vLLM worker's receiver.
 
-    def __init__(self):
+    It stores and hashes only the tensors whose names it ``uses``.
+    """
+
+    def __init__(self, uses=lambda name: True):
+        self.uses = uses
         self.tensors, self.version, self.reader, self.kinds = {}, None, None, []
         self.receipt = {"version": None}
 
     def prepare(self, update):
         if self.reader is None or self.reader.folder != Path(update["folder"]):
             self.reader = FolderReader(Path(update["folder"]), timeout_s=5.0)
-        self.kinds.append(self.reader.fetch(update["version"]).kind)
+        self.kinds.append(self.reader.fetch(update["version"], needs=self.uses).kind)
 
     def load(self, update):
+        started = time.perf_counter()
         manifest, tensors = self.reader.open(update["version"])
         try:
-            self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            loaded = load_checked(
+                self.store, tensors.items(), expected=manifest.tensors, threads=thread_count()
+            )
         finally:
             self.reader.release()
-        digests = {name: digest_of(tensor) for name, tensor in self.tensors.items()}
         self.version = manifest.version
         self.receipt = {
             "version": manifest.version,
-            "digest": digest_of_all(digests),
-            "tensors": len(digests),
+            **loaded.compare(manifest.tensors),
             "unreached": [],
+            "ignored": loaded.ignored,
+            "seconds": {"load": time.perf_counter() - started},
         }
+
+    def store(self, tensors):
+        """Copy the tensors that this worker uses, like the loader of a model."""
+        self.tensors = {name: tensor.clone() for name, tensor in tensors if self.uses(name)}
 
     def close(self):
         if self.reader is not None:
@@ -110,46 +125,65 @@ def same_bits(a, b):
 
 
 class StoreCommunicator:
-    """A communicator that broadcasts through a torch store; its address acts as NCCL's id."""
+    """A communicator that broadcasts through a store in a file, whose path acts as NCCL's id.
+
+    Unlike NCCL's, its broadcasts block until all members have the tensor.
+    """
 
     def __init__(self, place):
-        host, port, self._group = place.unique_id.decode().split(":")
-        self._store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
-        self._rank, self._sent = place.rank, 0
+        self._store = FileStore(place.unique_id.decode(), -1)
+        self._rank, self._others = place.rank, place.world_size - 1
+        self._done = self.sent = 0
+        self.timeout_s = 30.0
 
     def broadcast(self, tensor, src):
-        key, self._sent = f"{self._group}/{self._sent}", self._sent + 1
+        assert tensor.dtype == torch.uint8, "NCCL does not know all others"
+        key, self._done = str(self._done), self._done + 1
         if self._rank == src:
             self._store.set(key, raw_bytes(tensor).tobytes().hex())
+            self.sent += tensor.numel()
+            self._store.wait([f"{key}/taken"], timedelta(seconds=self.timeout_s))
         else:
+            self._store.wait([key], timedelta(seconds=self.timeout_s))
             data = bytearray.fromhex(self._store.get(key).decode())
             if data:
                 raw_bytes(tensor)[:] = torch.frombuffer(data, dtype=torch.uint8).numpy()
+            if self._store.add(f"{key}/members", 1) == self._others:
+                self._store.set(f"{key}/taken", "")
 
     def destroy(self):
         self._store = None
 
 
 class StoreMeeting:
-    """The rendezvous that ``weights.NCCL`` needs for a ``StoreCommunicator``."""
+    """What ``weights.NCCL`` needs for one sender's ``StoreCommunicator``s, in a folder."""
 
-    def __init__(self):
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.groups = 0
+    def __init__(self, folder):
+        self._folder = folder
+        self.communicators = []
+
+    @property
+    def groups(self):
+        return len(self.communicators)
+
+    @property
+    def sent(self):
+        """Bytes that this sender has broadcast."""
+        return sum(one.sent for one in self.communicators)
 
     def unique_id(self):
-        self.groups += 1
-        return f"127.0.0.1:{self._store.port}:{self.groups}".encode()
+        return f"{self._folder}/{uuid.uuid4().hex}".encode()
 
     def connect(self, place, device):
-        return StoreCommunicator(place)
+        self.communicators.append(StoreCommunicator(place))
+        return self.communicators[-1]
 
 
 class BroadcastReplicas:
     """Servers of several workers each that receive broadcasts like vLLM's receivers."""
 
     def __init__(self, *workers):
-        self.counts = {f"http://replica{i}": count for i, count in enumerate(workers)}
+        self.counts = {f"http://127.0.0.1/{i}": count for i, count in enumerate(workers)}
         self.members, self.tensors, self.tamper = {}, {}, lambda url, name, tensor: tensor
 
     def workers(self):
@@ -179,16 +213,13 @@ class BroadcastReplicas:
         return receipts
 
     def _take(self, url, index, update):
-        if self.members.get((url, index), (None,))[0] != update["group"]:
-            place = join_group(update["address"], update["port"], timeout_s=30.0)
-            self.members[url, index] = (update["group"], StoreCommunicator(place))
-        communicator = self.members[url, index][1]
+        communicators = self._joined(url, index, update)
         taken = {}
-        for name, dtype, shape in zip(
-            update["names"], update["dtypes"], update["shapes"], strict=True
+        for name, dtype, shape, group in zip(
+            update["names"], update["dtypes"], update["shapes"], update["groups"], strict=True
         ):
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            communicator.broadcast(tensor, src=0)
+            communicators[group].broadcast(as_bytes(tensor), src=0)
             taken[name] = self.tamper(url, name, tensor)
         self.tensors[url, index] = taken
         digests = {name: digest_of(tensor) for name, tensor in taken.items()}
@@ -198,3 +229,11 @@ class BroadcastReplicas:
             "tensors": len(digests),
             "unreached": [],
         }
+
+    def _joined(self, url, index, update):
+        key, communicators = self.members.get((url, index), (None, []))
+        if key != update["key"]:
+            places = [join_group(*store, timeout_s=30.0) for store in update["stores"]]
+            communicators = [StoreCommunicator(place) for place in places]
+            self.members[url, index] = (update["key"], communicators)
+        return communicators

@@ -10,6 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from primerl.serving.protocol.kept_prompts import HEADER
+from primerl.serving.server.kept_prompts import KeepPrompts
+
 HANG, DROP, GARBAGE = "hang", "drop", "garbage"
 
 
@@ -30,12 +33,23 @@ def encode_routes(rows):
 class ScriptedVLLM:
     """A server in a thread; its greedy tokens are ``(sum(prompt) + i) % vocabulary``."""
 
-    def __init__(self, *, key=None, label="default", token_s=0.0, vocabulary=64, context=128):
+    def __init__(
+        self,
+        *,
+        key=None,
+        label="default",
+        token_s=0.0,
+        vocabulary=64,
+        context=128,
+        keeps_prompts=False,
+    ):
+        self.keeps_prompts = keeps_prompts
         self.key, self.token_s = key, token_s
         self.vocabulary, self.context = vocabulary, context
         self.first_label = self.label = label
         self.port = 0
         self.bodies = []  # bodies of generate requests
+        self.sent = []  # the same as they were sent: headers and content
         self.calls = []  # calls of the update routes
         self.running = 0
         self.peak = 0
@@ -98,6 +112,7 @@ class ScriptedVLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     async def _start(self):
+        self._keeper = KeepPrompts(self._application) if self.keeps_prompts else None
         self._gate, self._door = asyncio.Event(), asyncio.Event()
         self._gate.set(), self._door.set()
         self._writers, self._tasks = set(), set()
@@ -145,7 +160,7 @@ class ScriptedVLLM:
                         return
                     gone.cancel()
                     await asyncio.gather(gone, return_exceptions=True)
-                    status, page = answer.result()
+                    status, page, *more = answer.result()
                     if status == DROP:
                         writer.transport.abort()
                         return
@@ -154,9 +169,8 @@ class ScriptedVLLM:
                     gone.cancel()
                     await asyncio.gather(answer, gone, return_exceptions=True)
                 page = page if isinstance(page, bytes) else json.dumps(page).encode()
-                writer.write(
-                    f"HTTP/1.1 {status} x\r\ncontent-length: {len(page)}\r\n\r\n".encode() + page
-                )
+                lines = [f"HTTP/1.1 {status} x", f"content-length: {len(page)}", *more, "\r\n"]
+                writer.write("\r\n".join(lines).encode() + page)
                 await writer.drain()
                 # uvicorn closes the connection after an application error, despite keep-alive.
                 broken = status == 500 and target != "/inference/v1/generate"
@@ -183,6 +197,9 @@ class ScriptedVLLM:
                 return 200, b"<html>"
             return fault[0], {"error": {"message": fault[1]}}
         if path == "/inference/v1/generate":
+            self.sent.append((headers, content))
+            if self._keeper is not None:
+                return await self._through_keeper(path, headers, content)
             return await self._generate(body)
         if path == "/health":
             return 200, b""
@@ -202,6 +219,33 @@ class ScriptedVLLM:
                 'vllm:e2e_bucket{le="1"} 7\n'
             ).encode()
         return await self._update(method, path, query, body)
+
+    async def _through_keeper(self, path, headers, content):
+        """Answer through the middleware that keeps prompts."""
+        waiting, answer = [{"type": "http.request", "body": content}], []
+
+        async def receive():
+            return waiting.pop() if waiting else await asyncio.sleep(1e6)
+
+        async def send(message):
+            answer.append(message)
+
+        pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "headers": pairs}
+        await self._keeper(scope, receive, send)
+        start, content = answer
+        kept = dict(start["headers"]).get(HEADER.lower().encode())
+        more = [] if kept is None else [f"{HEADER}: {kept.decode()}"]
+        return start["status"], content["body"], *more
+
+    async def _application(self, scope, receive, send):
+        length = dict(scope["headers"])[b"content-length"]
+        content = (await receive())["body"]
+        assert int(length) == len(content)
+        status, page = await self._generate(json.loads(content))
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        page = page if isinstance(page, bytes) else json.dumps(page).encode()
+        await send({"type": "http.response.body", "body": page})
 
     async def _update(self, method, path, query, body):
         self.calls.append((path, query or body))
@@ -260,6 +304,8 @@ class ScriptedVLLM:
         self.bodies.append(body)
         if self.refuse(body):
             return 400, {"error": {"message": "gone"}}
+        if "token_ids" not in body:
+            return 400, {"error": {"message": "token_ids: field required", "code": 400}}
         prompt, params = body["token_ids"], body["sampling_params"]
         if body.get("model", "scripted") not in ("scripted", *self.adapters):
             return 404, {"error": {"message": f"{body['model']} does not exist", "code": 404}}

@@ -12,10 +12,25 @@ LAYOUTS = {
 }
 OPTIMIZERS = ("AdamW", "Muon", "CPUAdamW", "Offload")
 TOKENS = 64
+LONG = 512
+"""A document of 8 times the keys that sparse attention chooses, in ``make_long``."""
 
 
 def make(family):
     return tiny_family(family)
+
+
+def make_long():
+    """Make a model of several layers, with sparse attention to 64 keys."""
+    layers = 4
+    return tiny_family(
+        "glm_moe_dsa",
+        num_hidden_layers=layers,
+        layer_types=["indexed_attention"] * layers,
+        indexer_types=["full"] * layers,
+        mlp_layer_types=["dense"] + ["sparse"] * (layers - 1),
+        index_topk=64,
+    )
 
 
 def prepare(model, mesh, *, optimizer="AdamW", recompute=True):

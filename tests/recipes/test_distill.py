@@ -13,7 +13,7 @@ import torch
 from forked_ranks import forked_ranks
 from scripted_vllm import ScriptedVLLM
 
-from primerl import models, testing
+from primerl import models, testing, track
 
 pytestmark = pytest.mark.thorough
 
@@ -102,7 +102,7 @@ def test_a_student_reaches_its_teacher_where_rewards_alone_teach_nothing(root, f
         **options,
     )
 
-    assert summary["eval_before"] == 0
+    assert summary["eval_before"] < 0.1  # its last rollouts may go on with later weights
     assert summary["eval_after"] > 0.8  # the teacher's is 1; 18 runs gave 0.97 or more
     assert rewarded["eval_after"] < 0.1
     kl = [line["tokens/ref_kl"] for line in metrics]
@@ -135,18 +135,18 @@ def full_logprobs(path, token_ids):
     """Of every token of the vocabulary in each place but the first ``[t-1, v]``."""
     model, _ = models.load_pretrained(path)
     with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
+        return model(token_ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
 
 
 def check_first_step(run_dir, student, teacher_of, *, top_k):
     """Its KL and loss are those of the teacher that each environment has, by their own logits."""
-    records = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_bytes().splitlines()]
     kl, losses = [], []
-    for record in (one for one in records if one["step"] == 0):
-        trained = torch.tensor(record["loss_mask"][1:]).bool()
-        labels = torch.tensor(record["token_ids"][1:]).unsqueeze(1)
-        p = full_logprobs(student, record["token_ids"])[trained]
-        q = full_logprobs(teacher_of[record["environment"]], record["token_ids"])[trained]
+    for record in (one for one in track.read_rollouts(run_dir) if one["step"] == 0):
+        ids = torch.from_numpy(record["arrays"]["token_ids"]).long()
+        trained = torch.from_numpy(record["arrays"]["loss_mask"][1:])
+        labels = ids[1:].unsqueeze(1)
+        p = full_logprobs(student, ids)[trained]
+        q = full_logprobs(teacher_of[record["environment"]], ids)[trained]
         lead = (p - q).gather(1, labels[trained]).squeeze(1)
         kl += lead.tolist()
         top, ids = q.topk(top_k or 1)
@@ -240,11 +240,10 @@ def test_samples_without_scores_are_counted_and_not_trained(root, folder, server
 
     assert [line["teacher_missing"] for line in metrics] == [3, 0]
     assert metrics[0]["teacher_missing/refused"] == 3
-    records = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_bytes().splitlines()]
-    first = [record for record in records if record["step"] == 0]
+    first = [record for record in track.read_rollouts(tmp_path) if record["step"] == 0]
     assert len(first) == 8
-    assert sum(not any(record["loss_mask"]) for record in first) == 3
-    assert metrics[0]["trained_tokens"] == sum(sum(record["loss_mask"]) for record in first)
+    assert sum(record["trained"] == 0 for record in first) == 3
+    assert metrics[0]["trained_tokens"] == sum(record["trained"] for record in first)
     check_scripted(metrics[0], first)
 
 
@@ -252,8 +251,9 @@ def check_scripted(line, records):
     """The KL of a step to the stand-in, which scores a token at minus an eighth of its id."""
     leads = []
     for record in records:
-        lead = np.array(record["logprobs"]) + np.array(record["token_ids"]) / 8
-        leads += lead[np.array(record["loss_mask"]) == 1].tolist()
+        arrays = record["arrays"]
+        lead = arrays["logprobs"] + arrays["token_ids"] / 8
+        leads += lead[arrays["loss_mask"]].tolist()
     assert line["tokens/ref_kl"] == pytest.approx(np.mean(leads), abs=1e-4)
 
 
@@ -264,8 +264,7 @@ def test_rank_0_asks_a_server_for_all_ranks(root, folder, server, tmp_path):
     done = forked_ranks(root / "recipes/distill.py", *words, ranks=2, cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr
-    text = (tmp_path / "run" / "rollouts.jsonl").read_text()
-    records = [json.loads(line) for line in text.splitlines()]
+    records = list(track.read_rollouts(tmp_path / "run"))
     assert len(records) == 6
     check_scripted(lines(tmp_path / "run")[0], records)
 

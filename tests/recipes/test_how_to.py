@@ -32,8 +32,12 @@ def run(root, recipe, *arguments):
 
 
 @pytest.fixture(scope="module")
-def metrics(root, tiny_chat_model, tmp_path_factory):
-    recipe = edited(root, tmp_path_factory.mktemp("mine"), part(root, 0))
+def recipe(root, tmp_path_factory):
+    return edited(root, tmp_path_factory.mktemp("mine"), part(root, 0))
+
+
+@pytest.fixture(scope="module")
+def metrics(root, recipe, tiny_chat_model):
     small = ["--steps", 3, "--groups-per-step", 4, "--group-size", 4, "--eval-tasks", 2]
     small += ["--eval-every", 2, "--run-dir", recipe.parent / "run", "--lr", 1e-3]
     return run(root, recipe, "--model", tiny_chat_model, *small)
@@ -51,8 +55,12 @@ def test_it_draws_from_both_environments(metrics):
     assert any("reward/words" in line for line in metrics)
 
 
-def test_it_evaluates_when_it_is_told(metrics):
-    assert ["evaluation" in line for line in metrics] == [True, False, True]
+def test_it_evaluates_when_it_is_told(recipe, metrics):
+    lines = (recipe.parent / "run/evaluations.jsonl").read_text().splitlines()
+    evaluations = [json.loads(line) for line in lines]
+    played = [(line["step"], line["evaluation_rollouts"]) for line in evaluations]
+    assert played == [(0, 4), (2, 4), (3, 2)]  # the last one is not edited
+    assert all(line["evaluation_failed"] == 0 for line in evaluations)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,16 @@ import subprocess
 import attrs
 import pytest
 import yaml
-from cluster_commands import launched, recipe_arguments, served, served_by_recipe
+from cluster_commands import (
+    launched,
+    planned_storage,
+    recipe_arguments,
+    served,
+    served_by_recipe,
+)
 from glm_swe_trainer import load
 
-from primerl import testing
+from primerl import planning, testing
 
 OLDEST = "1.33"  # the first with hostUsers and procMount, unless they were turned on
 TORCHRUN = '#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n'
@@ -82,6 +88,20 @@ def test_it_fits_the_schema(manifests):
         kubernetes_validate.validate(manifest, OLDEST, strict=True)
 
 
+def test_it_fits_the_schema_with_the_settings_of_another_cluster(root):
+    """Those for RDMA are commented out, because pods wait for a resource that no node has."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    text = (root / "recipes/kubernetes/glm_swe.yaml").read_text()
+    text, found = re.subn(r"(?m)^( +)# (rdma/hca|NCCL_IB_\w+): ", r"\1\2: ", text)
+
+    assert found == 4
+    for manifest in yaml.safe_load_all(text):
+        kubernetes_validate.validate(manifest, OLDEST, strict=True)
+        if manifest["kind"] == "ConfigMap":
+            assert all(isinstance(value, str) for value in manifest["data"].values())
+    assert text.count("==== cluster") == 4  # the head of the file names them
+
+
 def test_the_schema_finds_a_misspelt_field(trainer):
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "trainer"}}
@@ -125,15 +145,20 @@ def test_it_is_resumed_from_a_checkpoint_and_begun_anew_without_one(start_traine
     assert "--resume" not in start_trainer(index=1)
     assert os.path.isdir(run_dir)  # the first pod's to move
     assert "--resume" not in start_trainer(index=0)
-    assert not os.path.exists(run_dir)
-    (kept,) = (tmp_path / "shared/runs").iterdir()
-    assert re.fullmatch(r"glm-swe\.before-\d+", kept.name)
+    (kept,) = os.listdir(run_dir)
+    assert re.fullmatch(r"before-\d+", kept)
+    assert os.path.exists(os.path.join(run_dir, kept, "args.json"))
 
     os.makedirs(os.path.join(checkpoints, "step-00000010"))
     for index in (0, 1):
         words = start_trainer(index=index)
         assert words[-2:] == ["--resume", run_dir]
         assert os.path.isdir(run_dir)
+
+    os.rename(os.path.join(checkpoints, "step-00000010"), os.path.join(checkpoints, "x.skipped"))
+    open(os.path.join(run_dir, "args.json"), "w", encoding="utf-8").close()
+    assert "--resume" not in start_trainer(index=0)  # the recipe refuses the damaged run
+    assert os.path.isdir(run_dir)
 
 
 def test_servers_are_those_of_the_scale(manifests, server, recipe, tmp_path, monkeypatch):
@@ -164,6 +189,44 @@ def test_there_is_time_to_save(trainer, recipe):
     assert recipe.SCALES["glm5"].grace_s + 60 < killed_s < pod["terminationGracePeriodSeconds"] - 60
 
 
+UNITS = {"Gi": 2**30, "Ti": 2**40}
+
+
+def quantity(text):
+    return int(text[:-2]) * UNITS[text[-2:]]
+
+
+def test_sizes_are_those_of_the_plan(root, manifests, trainer, server):
+    """At least what the plan asks for, and at most a tenth more."""
+    storage = planned_storage(root)
+
+    def memory(pod):
+        (container,) = pod["containers"]
+        (shared,) = (one["emptyDir"] for one in pod["volumes"] if one["name"] == "memory")
+        return quantity(container["resources"]["limits"]["memory"]), quantity(shared["sizeLimit"])
+
+    volume = manifests["PersistentVolumeClaim", "shared"]["spec"]["resources"]["requests"]
+    training, nccl = memory(trainer["template"]["spec"])
+    serving, copies = memory(server["template"]["spec"])
+    copied = sum(storage.serving_node.values())
+    for given, needed in (
+        (quantity(volume["storage"]), planning.asked(storage.volume)),
+        (training, planning.asked(storage.training_node) + nccl),
+        (serving, planning.asked(storage.serving_node)),
+        (copies, copied),
+    ):
+        assert needed <= given <= 1.1 * needed
+
+
+def test_requests_are_limits(manifests):
+    """Pods of the class "Guaranteed" are evicted last."""
+    for pod in pods(manifests):
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            resources = container["resources"]
+            assert resources["requests"] == resources["limits"]
+            assert {"cpu", "memory"} <= resources["limits"].keys()
+
+
 def test_names_lead_somewhere(manifests, trainer, server):
     """Services and policies select pods, pods have their services, volumes and settings."""
     spaces = {
@@ -187,6 +250,7 @@ def test_names_lead_somewhere(manifests, trainer, server):
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
         assert container["envFrom"] == [
             {"configMapRef": {"name": "settings"}},
+            {"configMapRef": {"name": "network"}},
             {"secretRef": {"name": "api-key"}},  # made by hand: no key is in the repository
         ]
     assert ("PersistentVolumeClaim", "shared") in manifests
@@ -216,7 +280,10 @@ def test_pods_have_no_more_rights_than_they_need(manifests, trainer, server):
         assert pod["securityContext"]["runAsUser"] == 1000  # they share files
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            rights = {"drop": ["ALL"]} | (
+                {"add": ["IPC_LOCK"]} if container in pod["containers"] else {}
+            )
+            assert container["securityContext"]["capabilities"] == rights
     pod = trainer["template"]["spec"]
     rights = pod["containers"][0]["securityContext"]
     assert (pod["hostUsers"], rights["procMount"]) == (False, "Unmasked")

@@ -15,6 +15,7 @@ import torch
 from conftest import torchrun
 
 from primerl import track
+from primerl._common.optional import MODULES
 
 RL = ["async_grpo", "demo", "sync_grpo"]
 TRAIN = sorted([*RL, "sft", "distill", "glm_swe"])
@@ -59,7 +60,8 @@ def check_run_folder(folder, *, steps=2):
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     assert summary["steps"] == steps == len(metrics)
     documented = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
-    for name in {name for line in metrics for name in json.loads(line)} - {"step"}:
+    evaluations = (folder / "evaluations.jsonl").read_text().splitlines()
+    for name in {name for line in [*metrics, *evaluations] for name in json.loads(line)} - {"step"}:
         assert f"`{name}`" in documented or f"`{name.split('/')[0]}/" in documented, name
     assert (folder / "report.html").is_file()
     if "save_every" in json.loads((folder / "args.json").read_text()):
@@ -154,6 +156,8 @@ def test_help_has_the_comment_of_each_argument(root, tmp_path, name, monkeypatch
         ("sft", {"lora_rank": 4, "data": ("a.parquet",)}, ["lora", "data"]),
         ("evaluate", {}, ["verifiers"]),
         ("evaluate", {"engine": "vllm"}, ["verifiers", "vllm"]),
+        *((name, {"wandb": "p"}, ["wandb"]) for name in ["async_grpo", "distill", "sft"]),
+        ("glm_swe", {"wandb": "p"}, ["verifiers", "wandb"]),
         ("glm_swe", {}, ["verifiers"]),
         ("glm_swe", {"engine": "vllm"}, ["verifiers", "vllm"]),
         ("glm_swe", {"engine": "vllm", "dry_run": True}, []),
@@ -163,6 +167,7 @@ def test_a_recipe_names_the_optional_dependencies_of_its_arguments(root, name, g
     recipe = load(root, name)
 
     assert recipe.extras(recipe.Args(**NEEDED[name] | given)) == extras
+    assert set(extras) <= MODULES.keys()
 
 
 def test_a_folder_with_parquet_files_needs_datasets(root, tmp_path):
@@ -343,7 +348,7 @@ def test_a_choice_that_there_is_not_is_refused_by_the_command_line(root, tmp_pat
 
 @pytest.mark.parametrize("name", ["async_grpo", "distill", "sync_grpo"])
 def test_flags_can_be_read_at_a_glance(root, name):
-    assert len(load(root, name).Args.__attrs_attrs__) <= 25
+    assert len(load(root, name).Args.__attrs_attrs__) <= 26
 
 
 @pytest.mark.thorough
@@ -384,7 +389,7 @@ def test_the_grpo_recipes_tasks_are_all_pairs_in_either_order(root):
 def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, tmp_path):
     recipe, model = root / "recipes" / "async_grpo.py", ["--model", smollm2_folder]
     messages = {
-        ("--model", "/nowhere/model"): "there is no model folder /nowhere/model",
+        ("--model", "/nowhere/model"): "--model: there is no model folder /nowhere/model",
         (*model, "--max-tokens", "100000"): "max_tokens=100000 leaves no room for a prompt",
         (*model, "--eval-tasks", "5000"): "--eval-tasks is 5000; expected less than 4005",
         (*model, "--resume", "mistyped"): "there is no folder mistyped to resume from",
@@ -392,9 +397,11 @@ def test_a_mistake_is_one_clear_error_before_work_starts(root, smollm2_folder, t
 
     all_done = run_together(*((recipe, *arguments) for arguments in messages), cwd=tmp_path)
 
-    for done, message in zip(all_done, messages.values(), strict=True):
-        assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith(f"ValueError: {message}")
+    for done, (words, message) in zip(all_done, messages.items(), strict=True):
+        of_flags = {"/nowhere/model", "mistyped"} & set(words)
+        begins = {True: "async_grpo.py: ", False: "ValueError: "}[bool(of_flags)] + message
+        assert done.returncode == (2 if of_flags else 1)
+        assert done.stderr.splitlines()[-1].startswith(begins)
     assert not (tmp_path / "mistyped").exists()
     assert not list(tmp_path.glob("runs/*/*"))
 

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from primerl import track
+
 TIMEOUT_S = 120.0
 
 
@@ -112,15 +114,14 @@ def test_a_run_that_is_resumed_goes_on_at_the_same_step_with_the_same_worker(tol
     assert len(one["steps"]) >= len(two["steps"]) + 2
     steps = steps_logged(folder)
     assert steps == list(range(len(one["steps"]) + 2))
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
+    lines = list(track.read_rollouts(folder))
     trained = {(line["step"], line["task_id"]) for line in lines}
     assert {step for step, _ in trained} == set(steps)
     assert len({task for _, task in trained}) == len(trained)  # a new worker would begin again
     staleness = {
         line["step"] - version
         for line in lines
-        for version, trained in zip(line["versions"], line["loss_mask"], strict=True)
-        if trained
+        for version in line["arrays"]["versions"][line["arrays"]["loss_mask"]]
     }
     assert min(staleness) >= 0
     assert max(staleness) <= 2

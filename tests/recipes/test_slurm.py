@@ -13,16 +13,29 @@ import time
 
 import attrs
 import pytest
-from cluster_commands import launched, recipe_arguments, served, served_by_recipe
+from cluster_commands import (
+    launched,
+    planned_storage,
+    recipe_arguments,
+    served,
+    served_by_recipe,
+)
 from glm_swe_trainer import load
+from waiting import until
 
-from primerl import testing
+from primerl import planning, testing
 
 JOBS = ["async_grpo.sbatch", "glm_swe.sbatch"]
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 STAND_INS = {
-    "scontrol": 'echo "$3" | tr , "\\n"',
+    "scontrol": """
+case $1 in
+show)
+    [[ $2 == job ]] && echo "JobId=$3 JobState=${JOB_STATE:-RUNNING}" || echo "$3" | tr , "\\n" ;;
+requeue) echo "requeued $2" >> "$STATE/events"; exit ${REQUEUE_CODE:-0} ;;
+esac
+""",
     # Runs the command once a node, at the same time; SIGTERM goes to all.
     "srun": """
 echo "$*" >> "$STATE/sruns"
@@ -69,6 +82,8 @@ url=${*: -1}; node=${url#http://}; test -e "$STATE/${node%%:*}-answers"
     "torchrun": """
 trap 'echo "trainer $NODE told to end" >> "$STATE/events"; exit 143' TERM
 echo "trainer $NODE key=${PRIMERL_API_KEY:+set} $*" >> "$STATE/events"
+[[ $* =~ --run-dir[[:space:]]([^ ]+) ]] && touch "${BASH_REMATCH[1]}/args.json"
+for step in ${TRAINER_SAVES:-}; do mkdir -p "${BASH_REMATCH[1]}/checkpoints/$step"; done
 for ((i = 0; i < ${TRAINER_S:-0} * 20; i++)); do sleep 0.05; done
 exit ${TRAINER_CODE:-0}
 """,
@@ -219,10 +234,7 @@ def test_a_server_that_dies_fails_the_job_and_ends_the_trainer(job):
 
 def test_a_job_that_is_cancelled_ends_its_parts(job):
     process = job("model", "run", TRAINER_S="30")
-    deadline = time.monotonic() + 30
-    while not [event for event in job.events() if event.startswith("trainer a")]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: trainers(job))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
 
@@ -236,6 +248,187 @@ def test_what_is_missing_is_said(job):
     code, _, errors = run(job, "model", "run", nodes="a")
     assert (code, "none is left to serve" in errors) == (1, True)
     assert job.events() == []
+
+
+def trainers(job):
+    return [event for event in job.events() if event.startswith("trainer a key")]
+
+
+FORTY = "step-00000040"
+ENDS = {
+    "scontrol requeue": [signal.SIGTERM, signal.SIGKILL],
+    "a preemption with a long grace time": [signal.SIGTERM],
+    "the failure of a node": [signal.SIGKILL],
+}
+
+
+@pytest.mark.parametrize("script", JOBS)
+@pytest.mark.parametrize("event", ENDS)
+def test_a_requeued_job_goes_on_from_its_last_checkpoint(job, tmp_path, script, event):
+    arguments = ["model", *(["model-fp8"] if script.startswith("glm") else []), "run"]
+    settings = {"script": script, "TRAIN_NODES": "1"}
+    process = job(*arguments, **settings, TRAINER_S="30", TRAINER_SAVES=f"step-00000030 {FORTY}")
+    until(lambda: (tmp_path / "run/checkpoints" / FORTY).exists())
+    for sent in ENDS[event]:
+        os.killpg(process.pid, sent)
+        if sent is not ENDS[event][-1]:
+            time.sleep(0.2)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+
+    code, out, errors = run(job, *arguments, **settings, SLURM_RESTART_COUNT="1")
+
+    assert code == 0, errors
+    assert f"start 2 of this job: resuming from {FORTY}" in out
+    first, second = trainers(job)
+    assert "--resume" not in first
+    assert second.endswith("--resume run")
+
+
+@pytest.mark.thorough
+def test_a_requeued_job_takes_the_steps_after_its_last_checkpoint(root, job, tmp_path):
+    """A real run in place of torchrun: steps 0 to 2, a checkpoint after two, and a requeue."""
+    words = f'exec {sys.executable} {root}/tests/ranks/requeued_run.py "$@"'
+    (tmp_path / "bin/torchrun").write_text(f"#!/bin/bash\n{words}\n")
+    steps = tmp_path / "run/steps"
+    process = job("model", "run", PYTHONPATH=str(root))
+    until(lambda: steps.exists() and steps.read_text() == "0\n1\n2\n")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+
+    code, out, errors = run(job, "model", "run", PYTHONPATH=str(root), SLURM_RESTART_COUNT="1")
+
+    assert code == 0, errors
+    assert "trained 6 steps, bias 6" in out
+    assert steps.read_text().split() == ["0", "1", "2", "2", "3", "4", "5"]
+
+
+def test_a_job_that_is_requeued_before_its_first_checkpoint_begins_anew(job, tmp_path):
+    (tmp_path / "run/checkpoints" / f"{FORTY}.partial").mkdir(parents=True)
+    assert run(job, "model", "run", SLURM_RESTART_COUNT="1")[0] == 0  # the trainer never began
+    assert not list(tmp_path.glob("run/before-*"))
+
+    code, out, errors = run(job, "model", "run/", SLURM_RESTART_COUNT="2")
+
+    assert code == 0, errors
+    (aside,) = tmp_path.glob("run/before-*")
+    assert (
+        f"there was no checkpoint, so the run begins anew; its files are in run/{aside.name}" in out
+    )
+    assert (aside / "args.json").exists()
+    assert not [event for event in trainers(job) if "--resume" in event]
+
+
+@pytest.mark.parametrize("name", ["lr[1e-5]", "what?", "a\\b", "two words", "*"])
+def test_a_run_with_checkpoints_is_resumed_whatever_its_folder_is_called(job, tmp_path, name):
+    (tmp_path / name / "checkpoints" / FORTY).mkdir(parents=True)
+    (tmp_path / name / "args.json").touch()
+    code, _, errors = run(job, "model", name, SLURM_RESTART_COUNT="1")
+    assert code == 0, errors
+    assert (tmp_path / name / "checkpoints" / FORTY).exists()
+    assert all(f"--resume {name}" in event for event in trainers(job))
+
+
+def test_a_run_folder_that_is_a_link_stays_one_when_the_run_begins_anew(job, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch/args.json").touch()
+    (tmp_path / "run").symlink_to("scratch")
+    code, _, errors = run(job, "model", "run", SLURM_RESTART_COUNT="1")
+    assert code == 0, errors
+    assert (tmp_path / "run").is_symlink()
+    (aside,) = (tmp_path / "scratch").glob("before-*")
+    assert (aside / "args.json").exists()
+
+
+def test_a_percent_sign_in_the_run_folder_is_refused(job):
+    code, _, errors = run(job, "model", "run-%j")
+    assert code == 1
+    assert "RUN_DIR is run-%j; srun would replace the %" in errors
+
+
+def test_the_flags_decide_in_a_job_that_is_submitted(job, tmp_path):
+    (tmp_path / "run/checkpoints" / FORTY).mkdir(parents=True)
+    run(job, "model", "run", SLURM_RESTART_COUNT="0")
+    run(job, "model", "run", "--resume", "run")
+    assert ["--resume" in event for event in trainers(job)] == [False, True]
+
+    code, _, errors = run(job, "model", "run", "--run-dir=other")
+    assert (code, "RUN_DIR is an argument of the job" in errors) == (1, True)
+    assert len(trainers(job)) == 2
+
+
+def test_a_run_whose_checkpoints_are_damaged_does_not_begin_anew(job, tmp_path):
+    (tmp_path / "run/checkpoints" / f"{FORTY}.skipped").mkdir(parents=True)
+    (tmp_path / "run/args.json").touch()
+
+    code, _, errors = run(job, "model", "run", SLURM_RESTART_COUNT="1")
+
+    assert code == 1
+    assert "all checkpoints in run/checkpoints are damaged" in errors
+    assert not job.events()
+
+
+def test_a_job_that_fails_is_requeued_until_it_fails_without_a_new_checkpoint(job):
+    """An error that comes back ends the job; one that does not is survived."""
+    failing = {"TRAINER_CODE": "3"}
+
+    code, _, errors = run(job, "model", "run", **failing, TRAINER_SAVES=FORTY)
+    assert (code, f"requeued, to resume from {FORTY}" in errors) == (3, True)
+    assert job.events().count("requeued 42") == 1
+
+    code, _, errors = run(job, "model", "run", **failing, SLURM_RESTART_COUNT="1")
+    assert (code, "not restarted: no checkpoint was saved since" in errors) == (3, True)
+    assert job.events().count("requeued 42") == 1
+    assert {"ended b", "ended c"} <= set(job.events())
+
+
+def test_a_server_that_dies_is_survived_if_there_is_a_new_checkpoint(job):
+    code, _, errors = run(job, "model", "run", SERVER_DIES="b", TRAINER_S="30", TRAINER_SAVES=FORTY)
+
+    assert code == 1
+    assert "a server ended before the trainer" in errors
+    events = job.events()
+    assert events.index("ended c") < events.index("requeued 42")
+
+
+def test_jobs_that_are_done_or_stopped_are_not_requeued(job):
+    for code, state in (("0", "RUNNING"), ("143", "RUNNING"), ("1", "CANCELLED")):
+        settings = {"TRAINER_CODE": code, "TRAINER_SAVES": FORTY, "JOB_STATE": state}
+        assert run(job, "model", f"run-{code}", **settings)[0] == int(code)
+    assert "requeued 42" not in job.events()
+
+
+def test_a_cluster_that_requeues_no_jobs_is_reported(job):
+    failing = {"TRAINER_CODE": "3", "TRAINER_SAVES": FORTY}
+
+    code, _, errors = run(job, "model", "run", **failing, REQUEUE_CODE="1")
+
+    assert (code, "submit the job with --resume run" in errors) == (3, True)
+
+
+def test_network_settings_reach_ranks_and_servers(root, job, tmp_path):
+    """The settings that are commented out are right as they stand."""
+    shared = root / "recipes/slurm/trainer_and_servers.sh"
+    text, found = re.subn(r"(?m)^#(export NCCL|export GLOO)", r"\1", shared.read_text())
+    assert found == 4
+    (tmp_path / "spool" / shared.name).write_text(text)
+    for name in ("torchrun", "python"):
+        path = tmp_path / "bin" / name
+        record = "env | grep -E '^(NCCL|GLOO)' | sort > $STATE/network-$NODE"
+        path.write_text(path.read_text().replace("#!/bin/bash", f"#!/bin/bash\n{record}"))
+
+    assert run(job, "model", "run", NCCL_IB_GID_INDEX="5")[0] == 0
+
+    assert (
+        job.events("network-a")
+        == job.events("network-b")
+        == [
+            "GLOO_SOCKET_IFNAME=eth0",
+            "NCCL_IB_GID_INDEX=5",
+            "NCCL_IB_HCA==mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7",
+            "NCCL_SOCKET_IFNAME==eth0",
+        ]
+    )
 
 
 # ---- the job of glm_swe.py ----
@@ -299,6 +492,18 @@ def test_glm_swe_has_time_to_save(root, recipe):
 
     assert recipe.SCALES["glm5"].grace_s + 60 < killed_s < warned_s - 60
     assert nodes == 28
+
+
+def test_glm_swe_says_how_much_room_it_takes(root):
+    text = (root / "recipes/slurm/glm_swe.sbatch").read_text()
+    said = [float(size) for size in re.findall(r"(?m)^# +([\d.]+) TB ", text)]
+    in_memory = float(re.search(r"([\d.]+) TB of it in /dev/shm", text)[1])
+
+    storage = planned_storage(root)
+
+    needed = [planning.asked(one) / 1e12 for one in storage.places.values()]
+    assert said == [pytest.approx(one, abs=0.1) for one in needed]
+    assert in_memory == pytest.approx(sum(storage.serving_node.values()) / 1e12, abs=0.05)
 
 
 def test_glm_swes_shutdown_timeout_reaches_torchrun(job):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -25,8 +25,8 @@ class PlannedPhase:
     seconds: float
     source: str
     """What the time was computed from."""
-    beside: str = ""
-    """The phases at whose side this one runs; empty if the step waits for it."""
+    beside: Literal["passes", "the step"] | None = None
+    """The phases at whose side this one runs; None: the step waits for it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -63,7 +63,7 @@ class StepTime:
     @property
     def training(self) -> float:
         """Seconds of the phases that follow each other, or of longer ones beside them."""
-        waited = sum(one.seconds for one in self.phases if not one.beside)
+        waited = sum(one.seconds for one in self.phases if one.beside is None)
         passes = sum(self.seconds(name) for name in PASSES)
         beside = [one.seconds for one in self.phases if one.beside == "passes"]
         return waited - passes + max(passes, *beside, 0.0)
@@ -333,7 +333,7 @@ def step_rows(times: Mapping[str, StepTime]) -> list[list[str]]:
     rows = []
     for name, time in times.items():
         rows += [
-            [name, one.name, f"{one.seconds:.1f}", one.beside, one.source]
+            [name, one.name, f"{one.seconds:.1f}", one.beside or "", one.source]
             for one in (*time.phases, *time.others)
         ]
         rows.append(

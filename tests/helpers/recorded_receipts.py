@@ -22,7 +22,7 @@ class Recorded:
             "digest": receipt.digest,
             "workers": [worker["digest"] for worker in workers],
         }
-        with open(FILE, "a") as file:
+        with open(FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         return receipt
 

@@ -18,7 +18,7 @@ from primerl.rollout.collection.groups import (
     results_of,
     run_rollout,
 )
-from primerl.rollout.engines.health import EngineFailed, EngineHealth
+from primerl.rollout.engines.health import EngineFailed, EngineHealth, RequestFailed
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.errors import located, name_of
@@ -212,7 +212,7 @@ async def evaluate_once(
     try:
         rollout = await finish_by(Deadline(timeout_s, health), played)
     except Exception as failure:  # an environment's error is a result, too
-        given_up = isinstance(failure, EngineFailed) and health.reason is not None
+        given_up = isinstance(failure, EngineFailed) and not isinstance(failure, RequestFailed)
         if given_up or not keep_error:
             raise
         error, message = name_of(failure), located(failure)

@@ -40,6 +40,10 @@ class EngineFailed(RuntimeError):
     """An engine was given up, either for one request or for all."""
 
 
+class RequestFailed(EngineFailed):
+    """An engine was given up for one request, which it failed while it answered others."""
+
+
 def is_outage(error: BaseException) -> bool:
     """Return whether an engine's error may be temporary, such as a timeout or a server error."""
     return not isinstance(error, NOT_OUTAGES)
@@ -162,8 +166,8 @@ class Retry:
         """Record a failure and wait until the next attempt.
 
         Raises:
-            EngineFailed: this request keeps failing while others are answered, or all requests
-                have failed for too long.
+            RequestFailed: this request keeps failing while others are answered.
+            EngineFailed: all requests have failed for too long.
         """
         health = self._health
         health.failed(error)
@@ -172,7 +176,7 @@ class Retry:
             self._answers = health.answers
             self._alone += 1
         if self._alone >= MAX_FAILURES:
-            raise EngineFailed(
+            raise RequestFailed(
                 f"the engine ({health.name}) failed one request {self._failures} times while it "
                 f"answered others; the last error: {summary(error)}"
             ) from error

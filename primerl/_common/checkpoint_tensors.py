@@ -247,6 +247,14 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in saved_tensors(model).items() if name not in ignored}
 
 
+def structure_of(model: nn.Module) -> dict[str, str]:
+    """Return dtype, shape and, if it is sharded, the placement of each distinct tensor, by name."""
+    return {
+        name: f"{tensor.dtype} {tuple(tensor.shape)} {getattr(tensor, 'placements', '')}"
+        for name, tensor in distinct_tensors(model).items()
+    }
+
+
 def layers_of(names: Iterable[str]) -> list[list[str]]:
     """Group tensor names by layer, and names outside layers by module, to gather them together.
 

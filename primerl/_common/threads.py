@@ -1,14 +1,22 @@
 """Threads that work beside the caller."""
 
+import atexit
+import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 _MOST_THREADS = 4
 _TASKS_PER_THREAD = 2
+_LAST_WAIT_S = 10.0  # after an error, other ranks may have died
+
+log = logging.getLogger(__name__)
+
+_unfinished: "dict[Future[Any], str]" = {}
+"""Work of threads that should not be cut, and its name."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -63,8 +71,11 @@ class BoundedThreads:
         self._room.release()
 
 
-def in_thread(call: Callable[[], _T]) -> "Future[_T]":
-    """Run a call in a dedicated daemon thread, because it may never return; return its future."""
+def in_thread(call: Callable[[], _T], *, finishing: str | None = None) -> "Future[_T]":
+    """Run a call in a dedicated daemon thread, because it may never return; return its future.
+
+    ``finishing`` names work that should not be cut when the process ends; see ``wait_for_work``.
+    """
     outcome: Future[_T] = Future()
 
     def run() -> None:
@@ -73,5 +84,21 @@ def in_thread(call: Callable[[], _T]) -> "Future[_T]":
         except BaseException as error:  # raised by result(), in the caller's thread
             outcome.set_exception(error)
 
+    if finishing is not None:
+        _unfinished[outcome] = finishing
+        outcome.add_done_callback(lambda done: _unfinished.pop(done, None))
     threading.Thread(target=run, daemon=True, name="primerl-weights").start()
     return outcome
+
+
+def wait_for_work(timeout_s: float = _LAST_WAIT_S) -> None:
+    """Wait for the work that ``in_thread`` was to finish, before the process or its group ends."""
+    pending = dict(_unfinished)
+    for what in pending.values():
+        log.warning("%s is under way at the end of the program, which did not wait for it", what)
+    if not_done := wait(pending, timeout_s).not_done:
+        names = ", ".join(pending[one] for one in not_done)
+        log.error("%s did not end within %.0f s, and is lost", names, timeout_s)
+
+
+atexit.register(wait_for_work)

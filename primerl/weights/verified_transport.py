@@ -3,24 +3,26 @@
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from primerl._common.checkpoint_tensors import Quantizer
 from primerl._common.progress import report
-from primerl._common.ranks import is_first_rank, local_part, on_first_rank, saved_tensors
+from primerl._common.ranks import is_first_rank, on_every_rank, on_first_rank
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.receipts import Receipt, check_engines, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
-from primerl.weights.transports.transport import PendingPublication, Transport
+from primerl.weights.transports.transport import Transport
 from primerl.weights.verification import wiring
 from primerl.weights.verification.canary import Canary
-
-_VALUES = 16
+from primerl.weights.verification.fingerprints import changed_since, fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,9 @@ class VerifiedTransport(Transport):
     times, before ``publish`` raises. All ranks of a sharded trainer call ``publish``; only rank 0
     has the worker.
 
+    After ``start``, ``wait`` returns once the canary has passed. The canary compares the engines
+    with the trainer, so ``wait`` must be called before the weights change; otherwise it raises.
+
     Args:
         transport: publishes the weights.
         canary: checks the same model and engine.
@@ -71,46 +76,50 @@ class VerifiedTransport(Transport):
         self._worker = worker
         self._test_wiring_first = wiring_test
         self._retries = retries
+        self._told: tuple[int, bool] | None = None
 
-    def publish(self, version: int) -> Receipt:
-        """Load the weights of ``version`` into every engine; return once the canary has passed.
-
-        Raises:
-            RuntimeError: the weights did not arrive, or the canary failed after every retry too.
-        """
+    def _publish(self, version: int) -> Receipt:
         report("publishing", f"version {version}")
         if self._test_wiring_first:
             self._test_wiring(version)
-        return self._verified(version, self.transport.publish(version))
+        with self._rejected_if_it_fails(version):
+            return self._verified(version, self.transport.publish(version))
 
-    def start(self, version: int) -> PendingPublication:
-        """Begin to publish ``version``; ``wait`` returns once the canary has passed.
-
-        The canary compares the engines with the trainer, so call ``wait`` before the weights
-        change. Until then, the worker holds back the rollouts that were sampled with the version.
-
-        Raises:
-            RuntimeError: by ``wait``, as by ``publish``; or the weights have changed.
-        """
+    def _start(self, version: int) -> "tuple[Callable[[], Receipt], Future[Any] | None]":
         if self._test_wiring_first:
-            return super().start(version)
-        began = time.perf_counter()
-        before = _few_values(self.canary.model)
+            return super()._start(version)
+        model = self.canary.model
+        before = fingerprints(model)
         pending = self.transport.start(version)
 
         def finish() -> Receipt:
-            receipt = pending.wait()
-            if not torch.equal(_few_values(self.canary.model), before):
+            with self._rejected_if_it_fails(version):
+                receipt = pending.wait()
+                changed = on_every_rank(lambda: changed_since(before, model)[:3], self._agreeing())
+                self._require_unchanged(version, changed)
+                return self._verified(version, receipt)
+
+        return finish, pending.work
+
+    def _require_unchanged(self, version: int, changed: Sequence[Sequence[str]]) -> None:
+        """Check that no rank's weights have changed, which would be compared with the engines."""
+        for rank, names in enumerate(changed):
+            if names:
                 raise RuntimeError(
                     f"the weights changed after start({version}), so that the engines can't be "
-                    "compared with them: call wait() before the optimizer's step"
+                    f"compared with them: {', '.join(names)} on rank {rank}; call wait() before "
+                    "the optimizer's step"
                 )
-            return self._verified(version, receipt)
 
-        self._pending = PendingPublication(
-            version, finish, held_s=time.perf_counter() - began, abandon=pending.abandon
-        )
-        return self._pending
+    @contextmanager
+    def _rejected_if_it_fails(self, version: int) -> Iterator[None]:
+        """Have the worker drop what was sampled with a version that can't be verified."""
+        try:
+            yield
+        except BaseException:
+            if self._told != (version, False):
+                self._tell_worker(version, passed=False)
+            raise
 
     def _verified(self, version: int, receipt: Receipt) -> Receipt:
         """Return the receipt once the canary has passed; publish again if it fails."""
@@ -138,17 +147,9 @@ class VerifiedTransport(Transport):
             log.info("every group of tensors reaches the engines:\n%s", report)
 
     def _tell_worker(self, version: int, *, passed: bool) -> None:
+        self._told = (version, passed)
         if self._worker is not None:
             self._worker.mark_version(version, verified=passed)
-
-
-def _few_values(model: nn.Module) -> Tensor:
-    """Return a few values of each tensor, evenly spaced, by which a changed model is known."""
-    found = []
-    for tensor in saved_tensors(model).values():
-        flat = local_part(tensor.detach()).reshape(-1)
-        found.append(flat[:: max(1, len(flat) // _VALUES)][:_VALUES].double())
-    return torch.cat(found).cpu()
 
 
 def transport_to(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from adapter_holder import Holder, adapted
+from copy_engine import CopyEngine
 from publishing import Replicas, same_bits, train
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -251,6 +252,66 @@ def beside_training(world, folder, found):
     servers.close()
 
 
+def agreeing(world, folder, found):
+    """What only one rank sees is raised on all, and no rank waits for ever."""
+    model = parallel.shard(testing.tiny_model("llama", seed=0))
+    let_go = threading.Event()
+
+    class Slow(Replicas):
+        def load_weights(self, update, *, version, timeout_s=600.0, send=None):
+            assert let_go.wait(60.0)
+            return super().load_weights(update, version=version)
+
+    servers = Slow()
+    engine = CopyEngine(testing.tiny_model("llama", seed=0)) if world.is_first else None
+    transport = weights.Disk(
+        model,
+        *([servers] if world.is_first else []),
+        folder=folder / "agreeing" if world.is_first else None,
+        encoding="delta",
+    )
+    verified = weights.VerifiedTransport(transport, weights.Canary(model, engine), worker=None)
+    let_go.set()
+    pending = verified.start(1)
+    if world.rank == 1:
+        model.model.norm.weight.data.to_local()[0] += 1
+    found["changed"] = raised(pending.wait)
+    found["versions"] = raised(lambda: transport.publish(2 + world.rank))
+
+    let_go.clear()
+    pending = transport.start(4)
+    limit_s = transport._limit_s
+    if world.rank == 1:
+        transport._limit_s = 0.01
+    else:
+        threading.Timer(1.0, let_go.set).start()
+    found["late"] = raised(pending.wait)
+    transport._limit_s = limit_s
+    pending.abandon(60.0)
+
+    same = []
+    for version in (5, 6):
+        model.register_buffer("extra", torch.arange(float(version)))
+        transport.publish(version)
+        expected = {name: tensor.clone() for name, tensor in models.checkpoint_tensors(model)}
+        if world.is_first:
+            same.append(same_bits(servers.workers["http://replica0"].tensors, expected))
+        move(model, version)
+    found["other_tensors"] = same
+    servers.close()
+
+
+def unfinished(world, folder):
+    """The ranks leave while a version is sent: they wait for the thread that sends it."""
+    servers = Replicas()
+    transport = weights.Disk(
+        parallel.shard(testing.tiny_model("llama", seed=0)),
+        *([servers] if world.is_first else []),
+        folder=folder / "unfinished" if world.is_first else None,
+    )
+    return transport.start(1)
+
+
 def adapter(world, folder, found):
     """Of a sharded model; the holder compares its digest with that of its files."""
     holder = Holder()
@@ -280,11 +341,14 @@ def main(folder):
         parts(world, folder, found)
         torn(world, folder, found)
         beside_training(world, folder, found)
+        agreeing(world, folder, found)
         adapter(world, folder, found)
         model = testing.tiny_model("qwen3_moe", num_hidden_layers=6)
         found["layer"] = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
         found["whole"] = 4 * sum(p.numel() for p in model.parameters())
         found["peak"] = peak_held(parallel.shard(model))
+        pending = unfinished(world, folder)
+    found["unfinished"] = "done" if pending.work.done() else "cut"
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -8,6 +8,7 @@ from copy_engine import CopyEngine
 from random_steps import trained
 
 from primerl import optim, testing, weights
+from primerl.weights.verification.fingerprints import changed_since, fingerprint, fingerprints
 
 SIZES = {"count": 2, "length": 40, "new_tokens": 4}
 
@@ -199,7 +200,81 @@ def test_weights_that_change_before_wait_are_not_compared(optimizer):
 
     with pytest.raises(RuntimeError, match=r"changed after start\(1\).* before the optimizer's"):
         pending.wait()
-    assert worker.told == [(0, True)]
+    assert worker.told == [(0, True), (1, False)]
+
+
+@pytest.mark.parametrize("change", ["one value", "swapped rows", "a sign of zero", "a new tensor"])
+def test_any_change_of_the_weights_before_wait_is_named(change):
+    model = testing.tiny_model("llama")
+    norm, table = model.model.norm.weight.data, model.model.embed_tokens.weight.data
+    table[0, 0] = 0.0
+    worker, transport = verified(model, CopyEngine(model))
+    pending = transport.start(1)
+    name = "model.norm.weight" if change == "one value" else "model.embed_tokens.weight"
+    if change == "one value":
+        norm[7] += 1e-7
+    elif change == "swapped rows":
+        table[[3, 4]] = table[[4, 3]]
+    elif change == "a sign of zero":
+        table[0, 0] = -0.0
+    else:
+        name = "extra"
+        model.register_buffer("extra", torch.zeros(2))
+
+    with pytest.raises(RuntimeError, match=rf"compared with them: {name} on rank 0; call wait\(\)"):
+        pending.wait()
+    assert worker.told == [(1, False)]
+
+
+def test_weights_that_are_not_numbers_have_not_changed():
+    model = testing.tiny_model("llama")
+    before = fingerprints(model)
+    model.model.norm.weight.data[0] = float("nan")
+    assert changed_since(before, model) == ["model.norm.weight"]
+    assert changed_since(fingerprints(model), model) == []
+
+
+def test_fingerprints_see_a_change_of_any_byte_of_any_dtype():
+    kinds = [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex64]
+    for dtype in kinds:
+        for size in (0, 1, 2, 7, 9, 64, 101):
+            tensor = torch.zeros(size + 1, dtype=dtype)[1:]  # at an odd offset in memory
+            before = fingerprint(tensor)
+            for place in range(size):
+                changed = tensor.clone()
+                changed[place] = 1
+                assert not torch.equal(fingerprint(changed), before)
+    flipped = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert torch.equal(fingerprint(flipped), fingerprint(flipped.resolve_conj()))
+
+
+def test_a_version_whose_publication_fails_is_rejected():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine)
+
+    def fail(*_, **__):
+        raise RuntimeError("no memory left")
+
+    update, engine.update_weights = engine.update_weights, fail
+    for publish in (transport.publish, lambda version: transport.start(version).wait()):
+        with pytest.raises(RuntimeError, match="no memory left"):
+            publish(1)
+    engine.update_weights = update
+    transport.publish(2)
+    assert worker.told == [(1, False), (2, True)]
+
+
+def test_one_version_is_verified_at_a_time():
+    model = testing.tiny_model("llama")
+    worker, transport = verified(model, CopyEngine(model))
+    pending = transport.start(1)
+    for begin in (transport.start, transport.publish):
+        with pytest.raises(RuntimeError, match="version 1 is still being published: call wait"):
+            begin(2)
+    pending.wait()
+    transport.start(2).wait()
+    assert worker.told == [(1, True), (2, True)]
 
 
 def test_a_version_that_fails_beside_training_is_published_again():

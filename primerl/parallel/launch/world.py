@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from primerl._common.interrupts import StoppedError
+from primerl._common.threads import wait_for_work
 from primerl._common.waiting import Waits, wait_for_first
 from primerl.parallel.host_values import all_sum
 from primerl.parallel.launch.failures import (
@@ -206,6 +207,7 @@ def _in_group(world: World, store: dist.Store, timeout: timedelta, waits: Waits)
             raise
         raise RuntimeError(f"rank {world.rank} stopped: {cause}") from error
     finally:
+        wait_for_work()  # threads that use the group
         dist.destroy_process_group()
     if leaving is not None:
         raise leaving

@@ -1,6 +1,5 @@
 """``Adapter``, a transport of a low-rank adapter to servers that have the base model."""
 
-import operator
 import os
 import secrets
 import shutil
@@ -49,7 +48,7 @@ class Adapter(Transport):
     compares the two. Each version is a folder in ``peft``'s format, which vLLM loads beside the
     previous version, without a pause. A request in flight finishes with the version that it started
     with. Therefore the folder of a replaced version is kept until the longest request has timed
-    out.
+    out. A server that can't serve a version keeps its old one.
 
     All ranks of a sharded trainer create a transport and call ``publish``; only rank 0 has engines.
 
@@ -93,21 +92,13 @@ class Adapter(Transport):
             weakref.finalize(self, place.close)
             self._folder = place.path
 
-    def publish(self, version: int) -> Receipt:
-        """Have every engine sample new requests under the adapter's current weights.
-
-        Raises:
-            RuntimeError: a worker loaded other tensors than were sent, or a server can't serve the
-                adapter. That server keeps its old version.
-            ValueError: the model also trains parameters that do not belong to the adapter.
-        """
-        version = operator.index(version)  # a numpy integer is not JSON
+    def _publish(self, version: int) -> Receipt:
         require_servable(self._model, self.adapter)
         tensors = adapter_tensors(self._model, self.adapter)
-        receipt = on_first_rank_gathering(lambda: self._publish(version, tensors), tensors)
+        receipt = on_first_rank_gathering(lambda: self._send(version, tensors), tensors)
         return on_all_ranks(receipt or Receipt(version=version))
 
-    def _publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Receipt:
+    def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Receipt:
         assert self._folder is not None, "rank 0 has a folder"
         started = time.perf_counter()
         sent = {name: self._on_wire(tensor) for name, tensor in tensors}

@@ -1,6 +1,5 @@
 """``Disk``, a transport through a folder that the trainer and the engines share."""
 
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from primerl._common.checkpoint_tensors import (
     gathered_layers,
     layer_for_checkpoint,
     sized_layers,
+    structure_of,
 )
 from primerl._common.digests import digest_of_all
 from primerl._common.host_memory import HostMemory
@@ -46,7 +46,7 @@ from primerl.weights.transports.receipts import (
     check_receipts,
     on_all_ranks,
 )
-from primerl.weights.transports.transport import PendingPublication, Transport
+from primerl.weights.transports.transport import Transport
 from primerl.weights.transports.written_parts import (
     WrittenPart,
     part_name,
@@ -64,8 +64,9 @@ class Disk(Transport):
         transport = weights.Disk(model, engine, folder="/shared/run/weights", encoding="delta")
         receipt = transport.publish(version=1)
 
-    ``start`` publishes beside training: it gathers the weights into host memory, and a thread of
-    each rank encodes, writes and loads them.
+    ``start`` publishes beside training: it gathers the weights into host memory, as much as this
+    rank's part of a full version, and a thread of each rank encodes, writes and loads them. If a
+    delta does not arrive, the full version is published.
 
     Each version is a safetensors file and a manifest of digests, visible once it is complete. With
     ``encoding="delta"``, only the 16-bit words that changed are sent, without loss. Each host keeps
@@ -120,10 +121,13 @@ class Disk(Transport):
         self._snapshot_every = snapshot_every
         self._folder = Path(str(folder))
         self._publisher = self._new_publisher(self._folder) if is_first_rank() else None
-        self._owned: OwnedLayers | None = None  # found with the first publication
-        self._layout: dict[str, TensorLayout] = {}  # of this rank's part, found then, too
-        self._load_s = 0.0  # timeout of loading a version, found then, too
+        # Found with the first publication:
+        self._owned: OwnedLayers | None = None
+        self._structure: dict[str, str] = {}  # of the model
+        self._layout: dict[str, TensorLayout] = {}  # of this rank's part
+        self._load_s = 0.0  # timeout of loading a version into one engine
         self._allowance = ""  # the same, as text
+        self._limit_s = 0.0  # timeout of a publication
         self._host_memory = HostMemory()
 
     def _new_publisher(self, folder: Path) -> Publisher:
@@ -135,56 +139,37 @@ class Disk(Transport):
             threads=thread_count(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
 
-    def publish(self, version: int) -> Receipt:
-        """Load the weights of ``version`` into every engine and check that they arrived.
-
-        If a delta does not arrive, the full version is published.
-
-        Raises:
-            RuntimeError: the weights did not arrive, and the message says which check failed, and
-                where; or another version is still being published.
-        """
-        self.require_idle()
-        version = operator.index(version)  # a numpy integer is not JSON
+    def _publish(self, version: int) -> Receipt:
         return self._send(version, self._gathered(_on_host))
 
-    def start(self, version: int) -> PendingPublication:
-        """Copy the weights of ``version`` to host memory, and publish them beside training.
-
-        The copy takes as much host memory as this rank's part of a full version.
-
-        Raises:
-            RuntimeError: another version is still being published.
-        """
-        self.require_idle()
-        version = operator.index(version)
-        began = time.perf_counter()
-        layers = self._gathered(self._host_memory.copied)
+    def _start(self, version: int) -> "tuple[Callable[[], Receipt], Future[Receipt]]":
+        """Copy this rank's part to host memory, which takes as much as a full version of it."""
+        layers = self._gathered(lambda layer: self._host_memory.copied(layer))
         copies: list[_Layer] = []
         on_every_rank_gathering(lambda: copies.extend(layers), layers.gathered, self._group)
         copied = _Timed(iter(copies), lambda layer: layer, seconds=layers.seconds)
-        sending = in_thread(lambda: self._send(version, copied))
-        self._pending = PendingPublication(
-            version,
-            lambda: self._awaited(sending, version),
-            held_s=time.perf_counter() - began,
-            abandon=lambda seconds: wait([sending], seconds),
+        sending = in_thread(
+            lambda: self._send(version, copied), finishing=f"the publication of version {version}"
         )
-        return self._pending
+        return lambda: self._awaited(sending, version), sending
 
     def _awaited(self, sending: "Future[Receipt]", version: int) -> Receipt:
-        """Wait for a publication that a thread sends, and return its receipt.
+        """Wait for a publication that a thread of each rank sends, and return its receipt.
 
         Raises:
-            RuntimeError: it did not end in time, or it failed.
+            RuntimeError: it did not end in time, or it failed, on any rank.
         """
         report("publishing", f"version {version}")
-        timeout_s = self._group_timeout_s()
-        if not wait([sending], timeout_s).done:
-            raise RuntimeError(
-                f"version {version} was not published within {timeout_s:.0f} s ({self._allowance} "
-                "to be loaded)"
-            )
+
+        def ended() -> None:
+            if not wait([sending], self._limit_s).done:
+                raise RuntimeError(
+                    f"version {version} was not published within {self._limit_s:.0f} s "
+                    f"({self._allowance} to be loaded)"
+                )
+            sending.result()
+
+        on_every_rank_gathering(ended, iter(()), self._agreeing())
         return sending.result()
 
     def _gathered(self, to_host: Callable[["_Layer"], "_Layer"]) -> "_Timed":
@@ -234,7 +219,14 @@ class Disk(Transport):
             gathered_s = layers.seconds
             started = time.perf_counter()
             tensors = (one for layer in layers for one in layer)
-            manifest = self._publisher.prepare(version, self._layout, tensors)
+            try:
+                manifest = self._publisher.prepare(version, self._layout, tensors)
+            except OSError as error:
+                size = sum(layout.nbytes for layout in self._layout.values())
+                raise RuntimeError(
+                    f"version {version} could not be written into {self._publisher.folder}, which "
+                    f"needs up to {size / 1e9:.1f} GB for it: {error}"
+                ) from error
             seconds = {"gather": layers.seconds, "encode": self._publisher.encode_s}
             seconds["write"] = time.perf_counter() - started + gathered_s - sum(seconds.values())
             return WrittenPart.of(manifest, seconds).as_builtins()
@@ -306,40 +298,54 @@ class Disk(Transport):
                 return str(error)
             return None
 
-        return servers, on_first_rank(work, self._group)
-
-    def _group_timeout_s(self) -> float:
-        """Return how long ranks wait for each other: while one writes, or loads a version twice."""
-        return 3 * self._load_s + timeout_of(0)
+        what = f"the loading of version {version}"
+        return servers, on_first_rank(work, self._group, what=what)
 
     def _owned_layers(self) -> OwnedLayers:
-        """Return the layers and their owners: the ranks that see the folder."""
+        """Return the layers and their owners: the ranks that see the folder.
+
+        They are found with the first publication, and again when the model's tensors are others.
+        """
+        structure = structure_of(self._model)
+        if self._owned is not None:
+            same = on_every_rank(lambda: structure == self._structure, self._agreeing())
+            if all(same):
+                return self._owned
+        # Checks that the model can be sent layer by layer.
+        checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
+        layers, sizes = sized_layers(self._model, self._dtype, self._quantize)
+        self._load_s = self._timeout_s or max(_LEAST_LOAD_S, timeout_of(sum(sizes)))
+        self._allowance = f"{sum(sizes) / 1e9:.1f} GB have {self._load_s:.0f} s"
+        # Each engine may load a version twice, and the ranks write it before.
+        loads = on_first_rank(lambda: 2 * len(self._engines) + 1)
+        self._limit_s = loads * self._load_s + timeout_of(0)
         if self._owned is None:
-            layers, sizes = sized_layers(self._model, self._dtype, self._quantize)
-            self._load_s = self._timeout_s or max(_LEAST_LOAD_S, timeout_of(sum(sizes)))
-            self._allowance = f"{sum(sizes) / 1e9:.1f} GB have {self._load_s:.0f} s"
-            self._group = gloo_group(timeout_s=self._group_timeout_s())
-            self._rank = 0 if self._group is None else dist.get_rank()
-            self._folder = Path(on_first_rank(lambda: str(self._folder.absolute())))
-            self._writers = ranks_that_see(self._folder, self._group)
-            if self._rank in self._writers[1:]:
-                self._publisher = self._new_publisher(self._folder / part_name(self._rank))
-            # Checks that the model can be sent layer by layer.
-            checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
-            self._owned = OwnedLayers(
-                distinct_tensors(self._model),
-                layers,
-                sizes=sizes,
-                owners=self._writers,
-                group=self._group,
-            )
-            self._layout = checkpoint_layout(
-                self._model,
-                dtype=self._dtype,
-                quantize=self._quantize,
-                layers=self._owned.mine,
-            )
+            self._meet()
+        self._owned = OwnedLayers(
+            distinct_tensors(self._model),
+            layers,
+            sizes=sizes,
+            owners=self._writers,
+            group=self._group,
+        )
+        self._layout = checkpoint_layout(
+            self._model,
+            dtype=self._dtype,
+            quantize=self._quantize,
+            layers=self._owned.mine,
+        )
+        self._host_memory = HostMemory()
+        self._structure = structure
         return self._owned
+
+    def _meet(self) -> None:
+        """Find the ranks that see the folder, each of which writes a part of each version."""
+        self._group = gloo_group(timeout_s=self._limit_s)
+        self._rank = 0 if self._group is None else dist.get_rank()
+        self._folder = Path(on_first_rank(lambda: str(self._folder.absolute())))
+        self._writers = ranks_that_see(self._folder, self._group)
+        if self._rank in self._writers[1:]:
+            self._publisher = self._new_publisher(self._folder / part_name(self._rank))
 
 
 _Layer = list[tuple[str, Tensor]]

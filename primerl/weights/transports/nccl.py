@@ -1,7 +1,6 @@
 """``NCCL``, a transport from GPU to GPU by NCCL broadcasts."""
 
 import functools
-import operator
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from primerl._common.checkpoint_tensors import Quantizer, TensorLayout, owned_checkpoint_tensors
+from primerl._common.checkpoint_tensors import (
+    Quantizer,
+    TensorLayout,
+    owned_checkpoint_tensors,
+    structure_of,
+)
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
 from primerl._common.ranks import is_first_rank, on_every_rank, on_first_rank
 from primerl._common.supported_adapters import refuse_unsupported_adapters
@@ -112,19 +116,12 @@ class NCCL(Transport):
         self._unique_id = unique_id
         self._shares: Shares | None = None  # found with the first publication
         self._formation: GroupFormation | None = None
+        self._structure: dict[str, str] = {}  # of the model
 
-    def publish(self, version: int) -> Receipt:
-        """Load the weights of ``version`` into every server and check that they arrived.
-
-        Raises:
-            RuntimeError: the weights did not arrive; the message says which check failed, and
-                where.
-        """
-        version = operator.index(version)  # a numpy integer is not JSON
+    def _publish(self, version: int) -> Receipt:
         started = time.perf_counter()
-        if self._shares is None or self._formation is None:
-            self._shares, self._formation = self._divided()
-        shares, formation, sending = self._shares, self._formation, _Sending()
+        shares, formation = self._divided()
+        sending = _Sending()
         try:
             groups = formation.of(lambda: self._engines[0].workers())
             servers = self._load(version, shares, groups, sending)
@@ -144,7 +141,15 @@ class NCCL(Transport):
         return on_all_ranks(receipt, shares.ranks)
 
     def _divided(self) -> tuple[Shares, GroupFormation]:
-        """Divide the layers among the senders, who form the groups."""
+        """Return the senders' shares of the layers, and the formation of their groups.
+
+        They are found with the first publication, and again when the model's tensors are others.
+        """
+        structure = structure_of(self._model)
+        if self._shares is not None and self._formation is not None:
+            if all(on_every_rank(lambda: structure == self._structure, self._agreeing())):
+                return self._shares, self._formation
+            self._formation.leave()
         shares = shares_of(
             self._model,
             self._senders,
@@ -162,6 +167,7 @@ class NCCL(Transport):
             connect=lambda place: self._connect(place, device),
             unique_id=self._unique_id,
         )
+        self._shares, self._formation, self._structure = shares, formation, structure
         return shares, formation
 
     def _load(

@@ -104,6 +104,7 @@ class Publisher:
             ValueError: ``tensors`` does not match ``layout``; then nothing can be committed.
         """
         self._prepared = None
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         sent, self._sent = self._sent, None  # after an error, the copy is not a valid base
         self.encode_s = 0.0
         if sent and self._follows(sent, version, layout):

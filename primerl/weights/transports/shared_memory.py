@@ -3,8 +3,9 @@
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -25,7 +26,7 @@ from primerl._common.shared_folder import SharedFolder
 from primerl._common.supported_adapters import refuse_unsupported_adapters
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.receipts import Fetcher, Receipt, check_engines, on_all_ranks
-from primerl.weights.transports.transport import PendingPublication, Transport
+from primerl.weights.transports.transport import Transport
 
 
 @runtime_checkable
@@ -112,40 +113,34 @@ class SharedMemory(Transport):
                 timeout_s=timeout_s,
             )
 
-    def publish(self, version: int) -> Receipt:
-        """Load the weights of ``version`` into every engine; return when all serve them.
-
-        Raises:
-            RuntimeError: an engine did not load the weights in time, or loaded others than were
-                sent; the message says which check failed, and where.
-        """
+    def _publish(self, version: int) -> Receipt:
         here, served = self._kinds()
+        copying = self._copy(version) if here else {}
         receipt = Receipt(version=version)
         if served:
-            assert self._disk is not None, "only rank 0 may have none"
-            receipt = self._disk.publish(version)
-        if here:
-            copying = self._copy(version)
-            receipt = attrs.evolve(receipt, seconds=_added(receipt.seconds, copying))
-        return on_all_ranks(receipt)
+            receipt = self._to_servers.publish(version)
+        return self._with_copying(receipt, copying)
 
-    def start(self, version: int) -> PendingPublication:
-        """Begin to publish ``version``: engines in this process copy it at once; see ``Disk``."""
+    def _start(self, version: int) -> "tuple[Callable[[], Receipt], Future[Any] | None]":
         here, served = self._kinds()
         if not served:
-            return super().start(version)
+            return super()._start(version)
+        copying = self._copy(version) if here else {}  # engines in this process copy at once
+        pending = self._to_servers.start(version)
+        return lambda: self._with_copying(pending.wait(), copying), pending.work
+
+    @property
+    def _to_servers(self) -> Disk:
         assert self._disk is not None, "only rank 0 may have none"
-        self._pending = pending = self._disk.start(version)
-        if not here:
-            return pending
-        began = time.perf_counter()
-        copying = self._copy(version)
+        return self._disk
 
-        def finish() -> Receipt:
-            receipt = pending.wait()
-            return attrs.evolve(receipt, seconds=_added(receipt.seconds, copying))
-
-        return PendingPublication(version, finish, held_s=time.perf_counter() - began)
+    def _with_copying(self, receipt: Receipt, copying: dict[str, float]) -> Receipt:
+        """Add the seconds for which engines in this process copied the weights."""
+        seconds = {
+            phase: receipt.seconds.get(phase, 0.0) + copying.get(phase, 0.0)
+            for phase in receipt.seconds | copying
+        }
+        return on_all_ranks(attrs.evolve(receipt, seconds=seconds))
 
     def _kinds(self) -> list[bool]:
         """Return whether rank 0 has engines in its process, and whether it has servers."""
@@ -169,11 +164,6 @@ class SharedMemory(Transport):
 
         on_first_rank_gathering(work, gathered)
         return seconds
-
-
-def _added(seconds: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Add up the seconds of each phase."""
-    return {phase: seconds.get(phase, 0.0) + more.get(phase, 0.0) for phase in seconds | more}
 
 
 def _sent_bytes(model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None) -> int:

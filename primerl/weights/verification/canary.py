@@ -120,8 +120,8 @@ class Canary:
         timeout_s: the timeout of one probe, which includes the engine's current work.
 
     Raises:
-        ValueError: rank 0 has no engine or another rank has one, a number is out of range, or
-            ``dtype`` has no known noise and there is no ``tolerance``.
+        ValueError: rank 0 has no engine or another rank has one, the engine has no ``probe``, a
+            number is out of range, or ``dtype`` has no known noise and there is no ``tolerance``.
     """
 
     def __init__(
@@ -141,6 +141,12 @@ class Canary:
     ) -> None:
         if is_first_rank() != (engine is not None):
             raise ValueError("pass the engine on rank 0 and engine=None on all other ranks")
+        if engine is not None and not isinstance(engine, Prober):
+            raise ValueError(
+                f"{type(engine).__name__} has no probe(), with which a canary has it score "
+                "sequences. An engine in this process copies the trainer's tensors and needs no "
+                "canary; publish to it with weights.SharedMemory or weights.transport_to"
+            )
         if count < 1 or length < 2 or new_tokens < 1:
             raise ValueError(
                 f"count={count}, length={length}, new_tokens={new_tokens}: expected at least "

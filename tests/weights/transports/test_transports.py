@@ -453,8 +453,11 @@ def test_each_rank_writes_a_part(found):
 
 
 def test_a_rank_that_fails_fails_the_publication_of_all(found):
-    assert found[0]["other_rank"] == "rank 1 failed: OSError: the disk of rank 1 is full"
-    assert found[1]["other_rank"] == "the disk of rank 1 is full"
+    assert found[0]["other_rank"] == f"rank 1 failed: RuntimeError: {found[1]['other_rank']}"
+    assert found[1]["other_rank"].startswith("version 3 could not be written into ")
+    assert found[1]["other_rank"].endswith(
+        "part-0001, which needs up to 0.0 GB for it: the disk of rank 1 is full"
+    )
     assert found[0]["uncommitted"]
 
 
@@ -469,7 +472,7 @@ def test_a_torn_part_is_published_in_full_by_all_ranks(found):
 
 def test_ranks_publish_beside_training(found):
     for rank in found:
-        assert rank["busy"].startswith("version 3 is still being published: call wait()")
+        assert rank["busy"].startswith("rank 0: version 3 is still being published: call wait()")
         kinds, same, again = rank["beside"]
         assert kinds == ["full", "delta", "delta"]
         assert all(same), "the weights at start(), not those at wait()"
@@ -477,3 +480,16 @@ def test_ranks_publish_beside_training(found):
     assert len(found[0]["beside"][1]) == 3
     assert found[0]["uncopied"] == "rank 1 failed: IndexError: list index out of range"
     assert found[0]["copied_again"] == 5
+
+
+def test_ranks_agree_about_what_only_one_of_them_sees(found):
+    for rank in found:
+        assert "model.norm.weight on rank 1; call wait() before" in rank["changed"]
+        assert rank["versions"] == "the ranks publish different versions: [2, 3], in rank order"
+    assert found[0]["late"].startswith("rank 1 failed: RuntimeError: version 4 was not published")
+    assert found[1]["late"].startswith("version 4 was not published within 0 s")
+
+
+def test_ranks_send_a_model_that_has_changed_its_tensors(found):
+    assert found[0]["other_tensors"] == [True, True]
+    assert found[0]["unfinished"] == found[1]["unfinished"] == "done"

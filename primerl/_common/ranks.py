@@ -104,12 +104,17 @@ def on_first_rank_gathering(work: Callable[[], T], gathered: Iterator[object]) -
 
 
 def on_every_rank_gathering(
-    work: Callable[[], Any], gathered: Iterator[object], group: dist.ProcessGroup | None
+    work: Callable[[], Any],
+    gathered: Iterator[object],
+    group: dist.ProcessGroup | None,
+    *,
+    what: str | None = None,
 ) -> list[Any]:
     """Call ``work`` on each rank, which consumes the collectives ``gathered``.
 
     Every rank iterates to the end, also after a failure, so that no rank waits in a collective.
     Returns the results of all ranks, JSON, in rank order; without a group, only this process's.
+    ``what`` names what the ranks then wait for, see ``on_every_rank``.
 
     Raises:
         RuntimeError: ``work`` failed on another rank; the failing rank raises the original error.
@@ -123,7 +128,7 @@ def on_every_rank_gathering(
         pass
     reason = None if failure is None else f"{type(failure).__name__}: {failure}"
     if group is not None:
-        wait_for_all(f"the end of {last_report()!r} on all ranks", group)
+        wait_for_all(what or f"the end of {last_report()!r} on all ranks", group)
     told = exchange([result, reason], group)
     if failure is not None:
         raise failure

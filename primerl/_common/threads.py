@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-_MOST_THREADS = 4
+_MOST_THREADS = 8
 _TASKS_PER_THREAD = 2
 _LAST_WAIT_S = 10.0  # after an error, other ranks may have died
 
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 def thread_count(*, processes: int = 1) -> int:
     """Return how many threads each of a host's ``processes`` may start beside its own work.
 
-    They are at most 4, and no more than the process's share of the cores.
+    They are at most 8, and no more than the process's share of the cores.
     """
     affine = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1

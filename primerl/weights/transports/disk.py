@@ -146,7 +146,10 @@ class Disk(Transport):
         """Copy this rank's part to host memory, which takes as much as a full version of it."""
         layers = self._gathered(lambda layer: self._host_memory.copied(layer))
         copies: list[_Layer] = []
-        on_every_rank_gathering(lambda: copies.extend(layers), layers.gathered, self._group)
+        what = f"the copies of version {version} in the host memory of all ranks"
+        on_every_rank_gathering(
+            lambda: copies.extend(layers), layers.gathered, self._group, what=what
+        )
         copied = _Timed(iter(copies), lambda layer: layer, seconds=layers.seconds)
         sending = in_thread(
             lambda: self._send(version, copied), finishing=f"the publication of version {version}"
@@ -169,7 +172,8 @@ class Disk(Transport):
                 )
             sending.result()
 
-        on_every_rank_gathering(ended, iter(()), self._agreeing())
+        what = f"the publication of version {version} on all ranks"
+        on_every_rank_gathering(ended, iter(()), self._agreeing(), what=what)
         return sending.result()
 
     def _gathered(self, to_host: Callable[["_Layer"], "_Layer"]) -> "_Timed":
@@ -231,7 +235,8 @@ class Disk(Transport):
             seconds["write"] = time.perf_counter() - started + gathered_s - sum(seconds.values())
             return WrittenPart.of(manifest, seconds).as_builtins()
 
-        return parts_of(on_every_rank_gathering(work, layers.gathered, self._group))
+        what = f"the files of version {version} from all ranks"
+        return parts_of(on_every_rank_gathering(work, layers.gathered, self._group, what=what))
 
     def _write_whole(self) -> list["WrittenPart | None"]:
         """Write the version again, in full, from the copies that are kept for deltas."""

@@ -17,6 +17,8 @@ SET_WEIGHT_VERSION = "/update_weight_version"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
+DATA_PARALLEL_RANK = "X-data-parallel-rank"  # a header of requests
+
 # Methods of the worker extension, called through COLLECTIVE_RPC.
 WORKER_EXTENSION = "primerl.serving.worker.receiver.WeightReceiver"
 PREPARE_ADAPTER = "prepare_adapter"

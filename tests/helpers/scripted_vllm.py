@@ -42,7 +42,9 @@ class ScriptedVLLM:
         vocabulary=64,
         context=128,
         keeps_prompts=False,
+        ranks=1,
     ):
+        self.ranks = ranks  # data-parallel
         self.keeps_prompts = keeps_prompts
         self.key, self.token_s = key, token_s
         self.vocabulary, self.context = vocabulary, context
@@ -212,12 +214,11 @@ class ScriptedVLLM:
             cards += [{"id": name, "max_model_len": None} for name in self.adapters]
             return 200, {"data": cards}
         if path == "/metrics":
-            return 200, (
-                "# HELP vllm:num_requests_running x\n"
-                f'vllm:num_requests_running{{engine="0"}} {self.running}.0\n'
-                'vllm:num_requests_running{engine="1"} 1.0\n'
-                'vllm:e2e_bucket{le="1"} 7\n'
-            ).encode()
+            lines = ["# HELP vllm:num_requests_running x"]
+            for rank in range(self.ranks):
+                load = self.running if rank == 0 else 1
+                lines.append(f'vllm:num_requests_running{{engine="{rank}"}} {load}.0')
+            return 200, "\n".join([*lines, 'vllm:e2e_bucket{le="1"} 7', ""]).encode()
         return await self._update(method, path, query, body)
 
     async def _through_keeper(self, path, headers, content):

@@ -862,9 +862,60 @@ def test_a_file_of_urls(servers, tmp_path):
     assert file.exists()
 
 
+# ---- data-parallel ranks ----
+
+
+def ranks_of(server):
+    return [headers.get("x-data-parallel-rank") for headers, _ in server.sent]
+
+
+def test_the_turns_of_a_session_go_to_one_data_parallel_rank(make):
+    async def play(engine, sessions):
+        for turn in range(4):
+            prompt = list(range(1, 4 + turn))
+            calls = (engine.generate(prompt, P(max_tokens=1), session=one) for one in sessions)
+            await asyncio.gather(*calls)
+
+    with ScriptedVLLM(ranks=4) as server:
+        engine = make(server)
+        sessions = [f"rollout-{number}" for number in range(8)]
+        run(play(engine, sessions))
+        found = ranks_of(server)
+        assert set(found) <= {"0", "1", "2", "3"}
+        assert len(set(found)) > 1
+        assert sorted(found[:8]) == sorted(found[8:16]) == sorted(found[24:])
+        assert engine.servers()[0]["ranks"] == 4
+        run(engine.generate([1], P(max_tokens=1)))
+        assert ranks_of(server)[-1] is None, "the server balances requests without a session"
+
+        server.kill()
+        until(lambda: not engine.servers()[0]["alive"])
+        server.ranks, server.label = 1, "default"
+        server.restart()
+        engine.adopt(1)
+        until(lambda: engine.servers()[0]["serving"])
+        run(engine.generate([1], P(max_tokens=1), session="rollout-0"))
+        assert ranks_of(server)[-1] is None, "it has one rank now"
+
+
+@pytest.mark.parametrize("fault", [(404, "Not Found"), GARBAGE])
+def test_a_server_without_metrics_has_one_rank(make, fault):
+    with ScriptedVLLM(ranks=4) as server:
+        server.faults["/metrics"] = [fault] * 9
+        engine = make(server)
+        run(engine.generate([1], P(max_tokens=1), session="rollout-0"))
+        assert ranks_of(server) == [None]
+
+
 def test_metrics(servers, make):
-    values = make(*servers).metrics()
-    assert values == {one.url: {"vllm:num_requests_running": 1.0} for one in servers}
+    servers[1].ranks = 2
+    engine = make(*servers)
+    name = "vllm:num_requests_running"
+    assert engine.metrics() == {servers[0].url: {name: 0.0}, servers[1].url: {name: 1.0}}
+    assert engine.rank_metrics() == {
+        servers[0].url: {0: {name: 0.0}},
+        servers[1].url: {0: {name: 0.0}, 1: {name: 1.0}},
+    }
 
 
 def test_the_dtype_of_all_servers(servers, make):

@@ -84,6 +84,26 @@ def test_a_session_leaves_an_overloaded_server():
     assert servers.choose("chat") is assigned
 
 
+def test_a_session_stays_at_a_data_parallel_rank_until_that_is_overloaded():
+    servers = serving(URLS[:1])
+    (only,) = servers
+    assert servers.choose_rank(only, "chat") is None, "the number of ranks is not known"
+    only.rank_loads = [0]
+    assert servers.choose_rank(only, "chat") is None, "there is one"
+    only.rank_loads = [0] * 4
+    assert servers.choose_rank(only, None) is None, "the server balances other requests"
+    ranks = {session: servers.choose_rank(only, session) for session in SESSIONS}
+    counts = [list(ranks.values()).count(rank) for rank in range(4)]
+    assert all(25 <= count <= 80 for count in counts), counts  # 50 of 200 each
+    home = ranks["session-0"]
+    only.rank_loads[home] = 4  # 4 <= 0 * 1.5 + 4
+    assert servers.choose_rank(only, "session-0") == home
+    only.rank_loads[home] = 5
+    assert servers.choose_rank(only, "session-0") == (1 if home == 0 else 0)
+    servers.lost(only, "killed")
+    assert servers.choose_rank(only, "session-0") is None, "it may return with other ranks"
+
+
 def test_version_is_that_of_the_slowest_and_stragglers_are_not_used():
     servers = serving(URLS[:2], version=4)
     fast, slow = servers

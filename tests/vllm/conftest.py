@@ -325,6 +325,14 @@ def two_workers(tied_experts):
         yield server
 
 
+@pytest.fixture
+def two_ranks(dense):
+    """A server of ``dense`` with two data-parallel ranks."""
+    server = serving.serve_vllm(dense, env=SERVER_ENV, data_parallel_size=2, **SERVER_ARGS)
+    with started(server):
+        yield server
+
+
 @pytest.fixture(scope="session")
 def faulty_server(pair):
     return pair[0]

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from primerl.rollout.engines.contract import EngineLimits, check_completion
-from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.fleet import METRICS_BYTES, Fleet
 from primerl.serving.client.http import Unreachable
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt
@@ -15,7 +15,7 @@ from primerl.serving.names import COLLECTIVE_RPC, METRICS
 from primerl.serving.protocol import requests, responses
 from primerl.types import SamplingParams
 
-METRICS_BYTES = 1 << 24
+T = TypeVar("T")
 
 
 async def call_all(
@@ -75,17 +75,15 @@ async def call_route(
     return {server.url: decode(answer, server.url) for server, answer in answers.items()}
 
 
-async def read_metrics(fleet: Fleet, *, timeout_s: float) -> dict[str, dict[str, float]]:
-    """Read the metrics of all live servers; return ``{url: {name: value}}``."""
+async def read_metrics(fleet: Fleet, read: Callable[[str], T], *, timeout_s: float) -> dict[str, T]:
+    """Read the metrics of all live servers; return what ``read`` makes of each page, by url."""
     pages = await call_all(
         fleet,
         lambda server: fleet.http.get(server.url, METRICS, max_bytes=METRICS_BYTES),
         "the metrics could not be read",
         timeout_s=timeout_s,
     )
-    return {
-        server.url: _parse_metrics(page.decode(errors="replace")) for server, page in pages.items()
-    }
+    return {server.url: read(page.decode(errors="replace")) for server, page in pages.items()}
 
 
 async def probe(
@@ -199,18 +197,3 @@ def decode(content: bytes, where: str) -> Any:
         RuntimeError: the body is not JSON, or is nested too deeply.
     """
     return responses.decode(responses.anything, content, where) if content else None
-
-
-def _parse_metrics(text: str) -> dict[str, float]:
-    """Parse counters and gauges in Prometheus text format; return sums over labels, by name."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        name = name.partition("{")[0]
-        if not name or line.startswith("#") or name.endswith(("_bucket", "_created", "_info")):
-            continue
-        try:
-            values[name] = values.get(name, 0.0) + float(value)
-        except ValueError:
-            continue  # a line of a later version of the format
-    return values

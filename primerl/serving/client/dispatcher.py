@@ -100,7 +100,8 @@ class Dispatcher:
                 adapter=adapter,
                 routes_start=routes_start,
             )
-            choice = (await self._attempt(server, prompt, body, max_bytes, expected)).choices[0]
+            answer = await self._attempt(server, prompt, body, max_bytes, expected, session=session)
+            choice = answer.choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _SendAgain(f"{server.url} ended a request with {choice.finish_reason!r}")
             versions = await self._versions(choice, server, adapter)
@@ -183,12 +184,20 @@ class Dispatcher:
         body: Mapping[str, Any],
         max_bytes: int,
         expected: ExpectedRoutes | None = None,
+        *,
+        session: str | None = None,
     ) -> responses.Response:
         fields = prompt.for_server(server.url)
+        rank = self._fleet.servers.choose_rank(server, session)
         try:
-            async with self._fleet.holding(server):
+            async with self._fleet.holding(server, rank):
                 response, kept = await self._fleet.http.complete(
-                    server.url, body, prompt=fields, max_bytes=max_bytes, extraction=expected
+                    server.url,
+                    body,
+                    prompt=fields,
+                    max_bytes=max_bytes,
+                    extraction=expected,
+                    rank=rank,
                 )
         except Unreachable as error:
             self._fleet.lost(server, str(error))

@@ -28,6 +28,7 @@ from primerl.serving.names import (
 )
 from primerl.serving.protocol import responses
 from primerl.serving.protocol.labels import Labels
+from primerl.serving.protocol.metrics import by_rank, totals
 from primerl.serving.protocol.requests import LEAST_TEMPERATURE
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -43,10 +44,11 @@ class VLLMEngine:
 
     A server is used once it holds weights of this run: those that a transport published
     (``load_weights``), or its own checkpoint after ``adopt``. Requests of a session go to the
-    server that has their prefix cached, unless it is much busier than another server; if primerl
-    started that server, they send only the tokens that it does not hold. Other requests go to the
-    least loaded server. When a server dies, its requests are sent to another one. When it returns,
-    the engine that published the latest weights loads them into it before the server is used again.
+    server, and to its data-parallel rank, that has their prefix cached, unless it is much busier
+    than another; if primerl started that server, they send only the tokens that it does not hold.
+    Other requests go to the least loaded server. When a server dies, its requests are sent to
+    another one. When it returns, the engine that published the latest weights loads them into it
+    before the server is used again.
 
     The engine is ``portable``: it can be pickled, and worker processes hold copies with their own
     connections. Each copy runs its connections in a dedicated thread, so ``generate`` may be
@@ -490,10 +492,11 @@ class VLLMEngine:
     # ---- servers ----
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return each server's status, with the keys ``url alive serving version in_flight error``.
+        """Return each server's status: ``url alive serving version in_flight ranks error``.
 
         ``serving`` says whether requests are sent to the server, ``in_flight`` is the number of its
-        requests, and ``error`` says why the server can't be reached.
+        requests, ``ranks`` the number of its data-parallel ranks, and ``error`` says why the server
+        can't be reached.
         """
         return self._connected().run(Fleet.report)
 
@@ -512,7 +515,15 @@ class VLLMEngine:
         Raises:
             RuntimeError: a server failed.
         """
-        return self._connected().run(functools.partial(read_metrics, timeout_s=timeout_s))
+        return self._connected().run(lambda f: read_metrics(f, totals, timeout_s=timeout_s))
+
+    def rank_metrics(self, *, timeout_s: float = 60.0) -> dict[str, dict[int, dict[str, float]]]:
+        """Read the counters and gauges of each data-parallel rank, by url, rank and name.
+
+        Raises:
+            RuntimeError: a server failed.
+        """
+        return self._connected().run(lambda f: read_metrics(f, by_rank, timeout_s=timeout_s))
 
     def join(self, url: Any) -> None:
         """Add a server in this engine and all its copies."""

@@ -12,6 +12,7 @@ from primerl.rollout.errors import summary
 from primerl.rollout.processes.running_clock import running_time
 from primerl.serving import names
 from primerl.serving.client.http import (
+    BadResponse,
     Http,
     Refused,
     ServerFailed,
@@ -20,10 +21,11 @@ from primerl.serving.client.http import (
 from primerl.serving.client.server_urls import ServerUrls
 from primerl.serving.client.servers import KnownServers, ServerState
 from primerl.serving.client.settings import ConnectionSettings
-from primerl.serving.protocol import responses
+from primerl.serving.protocol import metrics, responses
 from primerl.types import PolicyVersion
 
 POLL_S = 0.15  # interval of asking each server for its version
+METRICS_BYTES = 1 << 24
 SILENT_S = 30.0  # timeout of a poll, after which a server counts as lost
 
 T = TypeVar("T")
@@ -109,6 +111,9 @@ class Fleet:
             label = await self._label(server)
             if self.context_length is None:
                 await self._read_context(server)
+            if server.rank_loads is None:
+                ranks = await self._count_ranks(server)
+                server.rank_loads = server.rank_loads or [0] * ranks
         except (Unreachable, Refused, ServerFailed, RuntimeError, TimeoutError) as error:
             self.lost(server, str(error) or f"no answer for {SILENT_S:.0f} s")
             # Requests to a host that vanished would hang: their connections stay open.
@@ -186,6 +191,16 @@ class Fleet:
         lengths = [card.max_model_len for card in cards]
         self.context_length = min([one for one in lengths if one], default=None)
 
+    async def _count_ranks(self, server: ServerState) -> int:
+        """Return the number of a server's data-parallel ranks: 1 if it does not report them."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                page = await self.http.get(server.url, names.METRICS, max_bytes=METRICS_BYTES)
+        except (Refused, ServerFailed, BadResponse) as error:
+            log.info("%s reports no data-parallel ranks: %s", server.url, error)
+            return 1
+        return max(1, len(metrics.by_rank(page.decode(errors="replace"))))
+
     def lost(self, server: ServerState, error: str) -> None:
         """Record that a server can't be reached."""
         if server.alive:
@@ -231,6 +246,7 @@ class Fleet:
                 "serving": one in serving,
                 "version": one.version,
                 "in_flight": one.in_flight,
+                "ranks": len(one.rank_loads or [0]),
                 "error": one.error,
             }
             for one in self.servers
@@ -268,14 +284,20 @@ class Fleet:
         return found
 
     @contextlib.asynccontextmanager
-    async def holding(self, server: ServerState) -> AsyncIterator[None]:
-        """Count a request in flight on a server; a lost server raises TimeoutError in the body."""
+    async def holding(self, server: ServerState, rank: int | None = None) -> AsyncIterator[None]:
+        """Count a request in flight on a server, and on one of its data-parallel ranks.
+
+        A lost server raises TimeoutError in the body.
+        """
         scopes = self._scopes.setdefault(server, set())
+        loads, at = ([0], 0) if rank is None else (server.rank_loads or [0], rank)
         server.in_flight += 1
+        loads[at] += 1
         try:
             async with asyncio.timeout(None) as scope:
                 scopes.add(scope)
                 yield
         finally:
             server.in_flight -= 1
+            loads[at] -= 1
             scopes.discard(scope)

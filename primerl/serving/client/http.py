@@ -146,17 +146,21 @@ class Http:
         prompt: PromptFields,
         max_bytes: int,
         extraction: Extraction | None = None,
+        rank: int | None = None,
     ) -> tuple[responses.Response, bool]:
         """Send a completion request; return the response, and whether the server keeps the prompt.
 
-        The response is without what ``extraction`` takes. Also raises as ``post`` does.
+        The response is without what ``extraction`` takes. ``rank`` is the data-parallel rank that
+        is to serve the request; None for any. Also raises as ``post`` does.
 
         Raises:
             BadCompletion: the response does not match vLLM's schema, or answers another request.
         """
         request_id = uuid4().hex
         content = msgspec.json.encode({"request_id": request_id, **prompt.fields, **body})
-        headers = {HEADER: prompt.header} if prompt.header else None
+        headers = {HEADER: prompt.header} if prompt.header else {}
+        if rank is not None:
+            headers[names.DATA_PARALLEL_RANK] = str(rank)
         answer = await self._request(
             self._kept,
             "POST",

@@ -4,17 +4,14 @@ This module does no I/O. ``Fleet`` and its callers report to it what they learn 
 """
 
 import bisect
-import hashlib
 from collections.abc import Collection, Iterable, Iterator
 
 import attrs
 
 from primerl.rollout.processes.running_clock import running_time
+from primerl.serving.client.routing import least_loaded, of_session
 from primerl.types import PolicyVersion
 
-# A session moves when its server has more than OVERLOAD times the least load plus SPARE requests.
-OVERLOAD = 1.5
-SPARE = 4
 FAILED = "failed"  # the label of a server that failed to load weights
 
 
@@ -32,6 +29,9 @@ class ServerState:
     label: str | None = None
     """The label that the server reports for its weights."""
     in_flight: int = 0
+    rank_loads: list[int] | None = None
+    """The number of sessions' requests in flight on each data-parallel rank; None while the number
+    of ranks is unknown."""
     error: str = "not reached yet"
     failed: bool = False
     """Whether the server failed to load weights, so that its reported version is not trusted."""
@@ -133,6 +133,7 @@ class KnownServers:
     def lost(self, server: ServerState, error: str) -> None:
         """Record that a server can't be reached; its weights are unknown until it returns."""
         server.alive, server.version, server.label, server.error = False, None, None, error
+        server.rank_loads = None  # it may return with another number of ranks
         server.lost_at = server.lost_at or running_time()
 
     def learn_publication(self, version: PolicyVersion) -> None:
@@ -192,18 +193,20 @@ class KnownServers:
         candidates = [one for one in serving if one.url not in avoid] or serving
         if not candidates:
             return None
-        least = min(candidates, key=lambda one: one.in_flight)
-        if session is None:
-            return least
-        home = max(candidates, key=lambda one: _weight(session, one.url))
-        busy = home.in_flight > least.in_flight * OVERLOAD + SPARE
-        return least if busy else home
+        loads = {one.url: one.in_flight for one in candidates}
+        return self._by_url[least_loaded(loads) if session is None else of_session(session, loads)]
+
+    @staticmethod
+    def choose_rank(server: ServerState, session: str | None) -> int | None:
+        """Choose the data-parallel rank for a session's request, like its server.
+
+        Returns None if the server has one rank, or balances requests without a session by itself.
+        """
+        loads = server.rank_loads or []
+        if session is None or len(loads) < 2:
+            return None
+        return int(of_session(session, {str(rank): load for rank, load in enumerate(loads)}))
 
     def describe(self) -> str:
         """Describe the state of every server, for messages."""
         return "; ".join(one.describe() for one in self) or "the engine has no servers"
-
-
-def _weight(session: str, url: str) -> bytes:
-    """Return a url's rendezvous-hashing weight; a session goes to the url of greatest weight."""
-    return hashlib.blake2b(f"{url}\0{session}".encode(), digest_size=8).digest()

@@ -907,6 +907,19 @@ def test_a_server_without_metrics_has_one_rank(make, fault):
         assert ranks_of(server) == [None]
 
 
+def test_workers_of_several_data_parallel_ranks_are_not_known(make):
+    with ScriptedVLLM(ranks=2) as server:
+        with pytest.raises(
+            RuntimeError, match="has 2 data-parallel ranks, and vLLM does not report"
+        ):
+            make(server).workers()
+        server.kill()
+        server.ranks = 1
+        server.restart()
+        engine = make(server)
+        assert engine.workers() == {server.url: 1}
+
+
 def test_metrics(servers, make):
     servers[1].ranks = 2
     engine = make(*servers)

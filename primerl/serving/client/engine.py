@@ -504,8 +504,15 @@ class VLLMEngine:
         """Return the number of workers of each live server, by url.
 
         Raises:
-            RuntimeError: a server failed, or has no worker extension.
+            RuntimeError: a server failed, has no worker extension, or has several data-parallel
+                ranks, of which vLLM reports only the first one's workers.
         """
+        for server in self.servers():
+            if server["ranks"] > 1:
+                raise RuntimeError(
+                    f"{server['url']} has {server['ranks']} data-parallel ranks, and vLLM does not "
+                    "report the workers of all: publish to it with weights.Disk or SharedMemory"
+                )
         answers = self.call(COLLECTIVE_RPC, {"method": WEIGHT_RECEIPT}, timeout_s=timeout_s)
         return {url: len(answer["results"]) for url, answer in answers.items()}
 

@@ -116,7 +116,7 @@ class VerifiedTransport(Transport):
         """Have the worker drop what was sampled with a version that can't be verified."""
         try:
             yield
-        except BaseException:
+        except Exception:
             if self._told != (version, False):
                 self._tell_worker(version, passed=False)
             raise

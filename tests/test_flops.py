@@ -412,3 +412,78 @@ def test_it_loads_neither_torch_nor_transformers():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- published figures ----
+
+QWEN3 = {
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "30B-A3B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+}
+# As those who published them assume: an A6000 has that of an A100.
+PEAKS = {"A6000": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
+# Model, tokens, GPUs, their kind, tokens/s in thousands, and the share of the peak in percent:
+# prime-rl's BENCHMARKS.md of 2026-02-01, all rows of full fine-tuning.
+PUBLISHED = """
+0.6B 16384 1 H100 11.90 11.1
+0.6B 16384 1 A6000 3.69 10.9
+0.6B 65536 1 H100 10.15 26.8
+0.6B 65536 1 H100 9.98 26.4
+0.6B 65536 4 A6000 7.72 16.2
+0.6B 65536 1 A6000 2.04 17.1
+0.6B 8192 1 H100 26.01 16.8
+0.6B 8192 1 A6000 6.60 13.5
+0.6B 16384 1 H100 25.49 23.7
+30B-A3B 16384 8 H100 6.11 2.9
+30B-A3B 16384 8 H200 5.94 2.8
+30B-A3B 65536 8 H200 12.75 15.4
+30B-A3B 16384 8 H200 35.03 16.6
+4B 16384 8 B200 27.54 6.5
+4B 16384 8 H200 27.44 14.7
+4B 16384 8 H100 26.03 13.9
+4B 65536 8 H200 29.54 36.1
+4B 65536 8 H100 28.97 35.4
+4B 16384 8 B200 68.36 16.0
+4B 16384 8 H200 53.14 28.4
+4B 16384 8 H100 49.72 26.6
+4B 65536 8 B200 26.39 14.2
+"""
+
+
+@pytest.mark.parametrize("row", PUBLISHED.split("\n")[1:-1])
+def test_shares_of_the_peak_that_others_published(row):
+    """Our parameters in their count: dense attention over all pairs, heads as wide as the model."""
+    model, tokens, gpus, gpu, thousands, published = row.split()
+    kind = transformers.Qwen3MoeConfig if "A3B" in model else transformers.Qwen3Config
+    config = kind(vocab_size=151936, head_dim=128, **QWEN3[model])
+    pairs = 12 * config.num_hidden_layers * config.hidden_size * int(tokens)
+    per_token = 6 * flops.parameters(config).active + pairs
+    each = float(thousands) * 1e3 / int(gpus) / PEAKS[gpu]
+    assert abs(100 * per_token * each - float(published)) < 0.06
+
+    # Our count, causal and with the heads' true size, is equal where these are twice as wide as the
+    # model; those of 4B are 1.6 times as wide.
+    ours = float(flops.training(config, [int(tokens)])[0]) / int(tokens)
+    assert ours == pytest.approx(per_token, rel=1e-3) if model != "4B" else ours < 0.95 * per_token

@@ -825,7 +825,9 @@ from primerl import track
 sink = track.wandb_sink(project="primerl-test", MODE, dir=sys.argv[1])
 sink(0, {"reward": 0.5, "staleness_max": 1, "grad_norm": None})
 sink(1, {"reward": 0.25})
-print(json.dumps(dict(wandb.run.summary)))
+sink(1, {"step": 1, "time": 0.0, "evaluation": 0.5})
+sink(0, {"step": 0, "time": 0.0, "evaluation": 0.75})
+print(json.dumps(dict(wandb.run.summary) | {"rows": wandb.run.step}))
 """
 
 
@@ -849,6 +851,8 @@ def test_weights_and_biases_offline(tmp_path, mode):
     assert logged["reward"] == 0.25
     assert logged["staleness_max"] == 1
     assert "grad_norm" not in logged
+    assert (logged["evaluation"], logged["evaluation_step"]) == (0.75, 0)
+    assert logged["rows"] == 4
     assert ("logs offline" in done.stderr) == ("offline" not in mode)
     assert list(tmp_path.glob("wandb/offline-run-*"))
 
@@ -868,7 +872,7 @@ def wandb(monkeypatch):
             raise NoKeyError("No API key configured")
         return SimpleNamespace(
             log=lambda numbers, **when: logged.append((numbers, when)),
-            define_metric=lambda name, step_metric: axes.append((name, step_metric)),
+            define_metric=lambda name, step_metric=None: axes.append((name, step_metric)),
         )
 
     errors = SimpleNamespace(UsageError=NoKeyError)
@@ -884,19 +888,28 @@ def test_weights_and_biases_get_arguments_and_numbers(wandb):
     track.wandb_sink("project", {"lr": 0.1}, group="g")(3, {"reward": 0.5, "grad_norm": None})
 
     assert wandb.begun == [{"project": "project", "config": {"lr": 0.1}, "group": "g"}]
-    assert wandb.logged == [({"reward": 0.5}, {"step": 3, "commit": True})]
+    assert wandb.logged == [({"reward": 0.5, "step": 3}, {})]
 
 
-def test_weights_and_biases_get_an_evaluation_at_its_own_step(wandb):
-    """With ``step=1``, W&B would drop it, because step 3 was logged before."""
+def test_each_evaluation_is_a_row_of_its_own_in_weights_and_biases(wandb):
+    """With ``step=1``, W&B would drop it, because step 3 was logged; uncommitted, merge both."""
     wandb.keys.append("key")
     sink = track.wandb_sink("project")
-    sink(3, {"step": 3, "reward": 0.5})
+    sink(3, {"step": 3, "reward": 0.5, "evaluation_s": 2.0})
     sink(1, {"step": 1, "time": 7.0, "evaluation": 0.25, "evaluation_failed": 0})
+    sink(2, {"step": 2, "time": 8.0, "evaluation": 0.5, "evaluation_failed": 1})
 
-    assert wandb.axes == [("evaluation", "evaluation_step")]
-    numbers = {"evaluation": 0.25, "evaluation_failed": 0, "evaluation_step": 1}
-    assert wandb.logged[1:] == [(numbers, {"commit": False})]
+    assert wandb.axes == [
+        ("step", None),
+        ("*", "step"),
+        ("evaluation", "evaluation_step"),
+        ("evaluation_failed", "evaluation_step"),
+    ]
+    assert wandb.logged == [
+        ({"step": 3, "reward": 0.5, "evaluation_s": 2.0}, {}),
+        ({"evaluation": 0.25, "evaluation_failed": 0, "evaluation_step": 1}, {}),
+        ({"evaluation": 0.5, "evaluation_failed": 1, "evaluation_step": 2}, {}),
+    ]
 
 
 def test_weights_and_biases_log_offline_without_a_key(wandb, caplog):
@@ -911,6 +924,8 @@ def test_weights_and_biases_log_offline_without_a_key(wandb, caplog):
 def test_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("tensorboardX")
     sink = track.tensorboard_sink(tmp_path / "events")
+    for step in (1, 0):  # evaluations, in the order in which they ended
+        sink(step, {"step": step, "time": 7.0, "evaluation": 0.25 * step})
 
     record(tmp_path / "run", sinks=[sink])
 
@@ -926,7 +941,8 @@ def test_tensorboard(tmp_path):
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))
     assert found["reward"] == [(0, 0.5), (1, 0.5)]
     assert found["mismatch_kl"] == [(0, pytest.approx(0.05))]
-    assert "alarm" not in found
+    assert found["evaluation"] == [(1, 0.25), (0, 0.0)]
+    assert not {"alarm", "step", "time"} & set(found)
 
 
 def test_trackio(tmp_path, monkeypatch):

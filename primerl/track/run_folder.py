@@ -41,6 +41,7 @@ class RunFolder:
         self._new = ends is None
         self._ends = dict(ends or {})
         self._files: tuple[RecordFile, ...] = ()
+        self._values: Mapping[str, Any] | None = None
         if self._new:
             require_new(path)
         elif path.exists() and not path.is_dir():
@@ -73,6 +74,7 @@ class RunFolder:
             raise
         if self._new:
             write_json(self.path / ARGS, values)
+            self._values = values
 
     def _opened(self, name: str) -> RecordFile:
         file = RecordFile(self.path / name, new=self._new, end=self._ends.get(name))
@@ -92,6 +94,14 @@ class RunFolder:
             if (self.path / name).exists():
                 shutil.copyfile(self.path / name, kept / name)
         write_json(self.path / ARGS, values)
+        self._values = values
+
+    def restore_missing(self) -> None:
+        """Write files anew that were deleted or moved while the run goes on."""
+        for file in self._files:
+            file.restore_if_missing()
+        if self._values is not None and not (self.path / ARGS).exists():
+            write_json(self.path / ARGS, self._values)
 
     def ends(self) -> dict[str, int]:
         """Return how many bytes of each file belong to the run, for its state."""

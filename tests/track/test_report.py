@@ -240,6 +240,8 @@ def test_no_run_is_refused():
             [{}, {"entropy": np.zeros(3)}],
             r"has entropy of shape \(3,\) for a sample of shape \(5,\)",
         ),
+        ([{}, {"versions": np.zeros(5)}], "has versions, which is recorded for every sample; use"),
+        ([{}, {"words": np.array(["a"] * 5)}], "has words of type <U1; expected numbers"),
     ],
 )
 def test_arrays_of_other_samples_are_refused(tmp_path, per_token, message):

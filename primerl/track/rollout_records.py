@@ -172,7 +172,7 @@ class RolloutRecords:
             **conversation,
             "reward": rollout.reward,
             "stop": rollout.stop,
-            "metrics": {name: plain(value) for name, value in rollout.metrics.items()},
+            "metrics": plain(rollout.metrics),
             "prompt": texts[0],
             "completion": texts[1],
             "temperature": sample.temperature,

@@ -190,9 +190,19 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a tensor or numpy number to Python's; replace NaN and infinity by None."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Convert a value to JSON's types: NaN and infinity become None, other objects their text.
+
+    A tensor or array with one entry becomes a number; others become lists.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.item() if math.prod(value.shape) == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -46,7 +46,9 @@ def settled(run):
 # ---- files that are deleted, moved or replaced while the run writes them ----
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl", "rollouts.bin", "tokens.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rollouts.jsonl", "rollouts.bin", "tokens.jsonl"]
+)
 def test_a_file_that_was_deleted_is_written_anew_with_all_records(tmp_path, caplog, name):
     folder = tmp_path / "run"
     with track.Run(folder, decode=str) as run:

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import attrs
 import numpy as np
 import pytest
+import rich.console
+import torch
 from conftest import make_group, make_sample
 
 from primerl import advantage, testing, track
@@ -970,6 +972,60 @@ def test_words_are_distinct_and_short():
     assert len(words) == len(set(words)) > 5000
     assert {len(word) for word in words} == {3, 4, 5}
     assert all(word.isascii() and word.islower() for word in words)
+
+
+def test_metrics_of_any_kind_are_recorded_and_end_no_run(tmp_path):
+    """NaN in lists and mappings, arrays, and other objects, also in the summary and in sinks."""
+    nan = float("nan")
+    metrics = {
+        "nested": {"a": nan, 2: [1.0, (float("inf"),)]},
+        "array": np.array([[1.0, nan]]),
+        "tensor": torch.tensor([0.5]),
+        "path": tmp_path,
+        "loss": [nan],
+    }
+    seen = []
+    view = track.LiveView("x", steps=1, console=rich.console.Console(file=io.StringIO()))
+    with track.Run(tmp_path, sinks=[view, lambda step, line: seen.append(line)]) as run:
+        run.summary["mine"] = {(1, 2): nan, "array": np.arange(2)}
+        run.log(0, metrics=metrics)
+        state = run.state()
+        run.finish(last=[nan])
+
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["nested"] == {"a": None, "2": [1.0, [None]]}
+    assert (line["array"], line["tensor"]) == ([[1.0, None]], 0.5)
+    assert (line["path"], line["loss"]) == (str(tmp_path), [None])
+    assert seen == [line]
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["mine"] == {"(1, 2)": None, "array": [0, 1]}
+    assert summary["last"] == [None]
+    assert json.loads(json.dumps(state, allow_nan=False))["summary"]["mine"] == summary["mine"]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_means_of_numbers_whose_sum_is_too_large(tmp_path):
+    """Metrics of 1.7e308, twice; and rewards as large as a rollout may have."""
+    rollouts = [
+        Rollout(samples=[make_sample()], reward=reward, metrics={"huge": 1.7e308})
+        for reward in (1e38, -1e38)
+    ]
+    groups = [Group(task_id="t", rollouts=rollouts)]
+    samples = advantage.assign(groups, advantage.centered)
+    view = track.LiveView("x", steps=1, console=rich.console.Console(file=io.StringIO()))
+    with track.Run(tmp_path, sinks=[view]) as run:
+        line = run.log(0, groups, samples)
+        run.log_evaluation(0, rollouts)
+
+    assert line["rollout/huge"] == 1.7e308
+    assert (line["reward"], line["reward_std"]) == (0.0, 1e38)
+    assert run.summary["eval_before"] == 0.0
+
+
+def test_a_curve_of_numbers_whose_difference_is_too_large():
+    from primerl.track.live import sparkline
+
+    assert sparkline([-1.7e308, 0.0, 1.7e308]) == "▁▅█"
 
 
 def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):

@@ -44,8 +44,7 @@ class RecordFile:
         """Append all of the data.
 
         Raises:
-            OSError: the data could not be written, or another file took this one's place. It names
-                the file.
+            OSError: the data could not be written, or the file was replaced. It names the file.
         """
         try:
             self.restore_if_missing()

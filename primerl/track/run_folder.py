@@ -97,7 +97,7 @@ class RunFolder:
         self._values = values
 
     def restore_missing(self) -> None:
-        """Write files anew that were deleted or moved while the run goes on."""
+        """Write files anew that were deleted or moved."""
         for file in self._files:
             file.restore_if_missing()
         if self._values is not None and not (self.path / ARGS).exists():

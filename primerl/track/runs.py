@@ -218,7 +218,8 @@ class Run:
 
     def _unended(self) -> dict[str, Any]:
         """Return the summary that remains if this process is killed."""
-        return plain(self.summary) | {"error": "the run has not ended, or its process was killed"}
+        error = "the run has not ended, or its process was killed"
+        return {**plain(self.summary), "error": error}
 
     @property
     def _wall_s(self) -> float:

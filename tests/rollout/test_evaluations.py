@@ -214,6 +214,36 @@ def test_what_has_not_ended_in_time_is_dropped_and_cleans_up(caplog):
     assert "the evaluation of version 0 is dropped: it had not ended after 0 s" in caplog.text
 
 
+def test_a_cancelled_evaluation_says_again_why_it_was_cancelled(monkeypatch):
+    """Not that the worker was closed, which it was not."""
+    late = "the evaluation of version 0 took longer than 0.1 s"
+    with make_worker(environment=Gate()) as rollouts:
+        evaluation = rollouts.start_evaluation(HELD_OUT, GREEDY, version=0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=late):
+                evaluation.outcomes(timeout_s=0.1)
+        with pytest.raises(RuntimeError, match=late):
+            evaluation.result(timeout_s=60)
+
+        dropped = rollouts.start_evaluation(HELD_OUT, GREEDY, version=0)
+        assert rollouts.ended_evaluations(timeout_s=0.1) == []
+        assert not dropped.wait(60)
+        with pytest.raises(RuntimeError, match=late):
+            dropped.outcomes()
+
+        interrupted = rollouts.start_evaluation(HELD_OUT, GREEDY)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("primerl.rollout.workers.wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                interrupted.outcomes()
+        with pytest.raises(RuntimeError, match="cancelled: the wait for it was interrupted"):
+            interrupted.outcomes()
+
+
 def test_closing_the_worker_says_which_evaluations_it_cancels(caplog):
     gate = Gate()
     with make_worker(environment=gate) as rollouts:
@@ -361,7 +391,7 @@ def test_a_request_that_the_engine_always_fails_is_the_result_of_its_rollout():
             if evaluation.done():
                 break
         (ended,) = rollouts.ended_evaluations()
-        assert [one.error for one in ended.outcomes()] == [None, "EngineFailed"]
+        assert [one.error for one in ended.outcomes()] == [None, "RequestFailed"]
 
 
 def test_evaluations_that_have_ended_are_not_lost_if_a_later_one_fails_or_is_interrupted():

@@ -337,6 +337,27 @@ class Loaded(FakeEngine):
             self.now[params.temperature] -= 1
 
 
+@pytest.mark.parametrize("beside", [True, False], ids=["engine of training", "its own engine"])
+def test_an_evaluation_of_many_tasks_starts_few_at_once(beside):
+    """A task on the event loop for each rollout would block the loop."""
+    seen = []
+
+    async def environment(task, engine, params):
+        if task["id"].startswith("held out"):
+            seen.append(len(asyncio.all_tasks()))
+            await asyncio.sleep(0)
+        return await one_turn(task, engine, params)
+
+    held_out = [{"id": f"held out {n}", "prompt": "ab"} for n in range(600)]
+    with make_worker(environment=environment) as rollouts:
+        engine = None if beside else FakeEngine()
+        outcomes = rollouts.start_evaluation(held_out, GREEDY, engine=engine).outcomes()
+
+    assert [one.task["id"] for one in outcomes] == [one["id"] for one in held_out]
+    assert len(seen) == 600
+    assert max(seen) < 300
+
+
 def test_training_and_evaluation_share_the_cap_and_none_starves():
     engine = Loaded()
     held_out = [{"id": f"held out {n}", "prompt": "ab"} for n in range(40)]

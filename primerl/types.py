@@ -43,6 +43,9 @@ values between 64 and 128. A larger value is not a rounding error: either it is 
 was computed in bfloat16, which is too coarse for training.
 """
 
+MAX_REWARD = 1e38
+"""The largest absolute value of a reward: the difference of two is an advantage, a float32."""
+
 _INT32 = np.iinfo(np.int32)
 
 
@@ -308,8 +311,8 @@ class Rollout:
     reads it, if the environment was asked to keep it.
 
     Raises:
-        ValueError: the reward is not finite, a metric is not a number of at most 64 bits, or
-            ``stop``, ``agent`` or ``episode_id`` is not a string.
+        ValueError: the reward is not finite or exceeds ``MAX_REWARD``, a metric is not a number of
+            at most 64 bits, or ``stop``, ``agent`` or ``episode_id`` is not a string.
     """
 
     samples: tuple[Sample, ...] = attrs.field(converter=_samples)
@@ -321,8 +324,10 @@ class Rollout:
     conversation: Mapping[str, Any] | None = None
 
     def __attrs_post_init__(self) -> None:
-        if not np.isfinite(self.reward):
-            raise ValueError(f"the reward is {self.reward}, expected a finite number")
+        if not abs(self.reward) <= MAX_REWARD:
+            raise ValueError(
+                f"the reward is {self.reward}, expected a finite number of at most {MAX_REWARD:g}"
+            )
         if not isinstance(self.stop, str):
             raise ValueError(f"stop is {self.stop!r}, expected a string: why the rollout ended")
         for name in ("agent", "episode_id"):

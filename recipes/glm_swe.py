@@ -450,6 +450,14 @@ def backward(
     return total
 
 
+def log_evaluation(run: Any, ended: Any) -> None:
+    """Log an evaluation, and discard the routes of its rollouts, which are not trained."""
+    outcomes = ended.outcomes()
+    run.log_evaluation(ended.version, outcomes)
+    played = [one.rollout for one in outcomes if one.rollout is not None]
+    replay.discard(sample for one in played for sample in one.samples)
+
+
 def plan(args: Args) -> planning.Plan:
     """Plan the run without starting it: what runs where, and whether it fits."""
     folder = args.model
@@ -582,7 +590,7 @@ def main(args: Args) -> None:
                 if rollouts.evaluation_due(step, every=args.eval_every):
                     rollouts.start_evaluation(eval_tasks, sampling, version=step, keep_errors=True)
                 for ended in rollouts.ended_evaluations():
-                    run.log_evaluation(ended.version, ended.outcomes())
+                    log_evaluation(run, ended)
                 # Train on the rollouts that are there while the engines load the weights of this
                 # step. If there are too few, wait for the weights, which sample the others.
                 if not parallel.from_first_rank(rollouts.ready(step)):
@@ -630,7 +638,7 @@ def main(args: Args) -> None:
 
         rollouts.start_evaluation(eval_tasks, sampling, version=args.steps, keep_errors=True)
         for ended in rollouts.ended_evaluations(timeout_s=3600):
-            run.log_evaluation(ended.version, ended.outcomes())
+            log_evaluation(run, ended)
         models.save_pretrained(model, run.final_folder, tokenizer=tokenizer)
         run.finish()
         if world.is_first:

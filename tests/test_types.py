@@ -107,7 +107,7 @@ def test_top_tokens_of_other_shapes_are_refused(ids, logprobs):
         make_sample(**fields, ref_top_ids=ids, ref_top_logprobs=logprobs)
 
 
-@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("reward", [np.nan, np.inf, -np.inf, 1.7e308, -1.1e38])
 def test_a_reward_must_be_finite(reward):
     with pytest.raises(ValueError, match="finite"):
         Rollout(samples=[make_sample()], reward=reward)

@@ -32,6 +32,7 @@ class Evaluation:
         """Whether the trainer has the results, or has given them up."""
         self._owner = owner
         self._future = future
+        self._cancelled_by: Exception | None = None
 
     def __str__(self) -> str:
         return "the evaluation" + ("" if self.version is None else f" of version {self.version}")
@@ -44,8 +45,8 @@ class Evaluation:
         """Wait for the rollouts and return them in the order of the tasks, without failed ones.
 
         Raises:
-            RuntimeError: it took longer than ``timeout_s`` from now (it is then cancelled), or
-                more than one version of the weights sampled, with ``one_version``.
+            RuntimeError: it took longer than ``timeout_s`` from now, or was cancelled because of
+                that before; or more than one version of the weights sampled, with ``one_version``.
             Exception: an environment's error, without ``keep_errors``.
         """
         outcomes = self.outcomes(timeout_s)
@@ -58,7 +59,7 @@ class Evaluation:
             RuntimeError: the worker has ended.
         """
         try:
-            self._owner._finish(self._future, f"{self} took longer", timeout_s)
+            self._finish(timeout_s)
         except TookTooLong:
             return False
         except Exception:  # its own error is raised by ``outcomes``
@@ -73,10 +74,21 @@ class Evaluation:
         """
         self.collected = True
         began = time.monotonic()
-        outcomes: list[Outcome] = self._owner._finish(
-            self._future, f"{self} took longer", timeout_s
-        )
+        outcomes = self._finish(timeout_s)
         self._owner._notify("waited_for_evaluation", time.monotonic() - began)
+        return outcomes
+
+    def _finish(self, timeout_s: float) -> list[Outcome]:
+        """Wait for the outcomes; of an evaluation that was cancelled, raise why."""
+        if self._cancelled_by is not None:
+            raise self._cancelled_by
+        try:
+            outcomes: list[Outcome] = self._owner._finish(self._future, str(self), timeout_s)
+        except BaseException as error:
+            if self._future.cancelled():
+                interrupted = RuntimeError(f"{self} was cancelled: the wait for it was interrupted")
+                self._cancelled_by = error if isinstance(error, Exception) else interrupted
+            raise
         return outcomes
 
 

@@ -468,7 +468,9 @@ class Worker:
                 if self._loop is None or not self._loop.alive:
                     raise RuntimeError(f"{what}: the worker's event loop has ended")
                 if running_time() > deadline:
-                    raise TookTooLong(f"{what} than {timeout_s:.0f} s")
+                    raise TookTooLong(
+                        f"{what} took longer than {timeout_s:.1f} s, and was cancelled"
+                    )
                 if progress is None:
                     progress = self._call("progress")
                 elif progress.done() and progress.exception() is None:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from primerl.track.run_folder import plain
+
 MAX_TEXT = 20_000
 """Most characters of one recorded text: a message, its reasoning, or the arguments of a call."""
 
@@ -47,19 +49,19 @@ def recorded_conversation(
     place_of: dict[str, int] = {}
     places: dict[int, int] = {}
     for key, message in unique.items():
-        plain = _plain(message, limit)
-        content = json.dumps(plain)
+        recorded = _recorded(message, limit)
+        content = json.dumps(recorded)
         if content not in place_of:
             place_of[content] = len(plain_messages)
-            plain_messages.append(plain)
+            plain_messages.append(recorded)
         places[key] = place_of[content]
     branches = [
         {
             "agent": _cut(branch.get("agent", agent), MAX_NAME),
             "origin": _cut(branch.get("origin", "start"), MAX_NAME),
-            "sample": branch.get("sample"),
+            "sample": plain(branch.get("sample")),
             "messages": [places[id(one)] for one in branch["messages"]],
-            "turns": branch.get("turns"),
+            "turns": plain(branch.get("turns")),
         }
         for branch in kept
     ]
@@ -90,23 +92,23 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
         yield _text(_function(call).get("arguments"))
 
 
-def _plain(message: Mapping[str, Any], limit: int) -> dict[str, Any]:
+def _recorded(message: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """Return a message in OpenAI's form, without empty entries."""
-    plain: dict[str, Any] = {
+    recorded: dict[str, Any] = {
         "role": _cut(message.get("role"), MAX_NAME),
         "content": _cut(message.get("content"), limit),
     }
     if message.get("reasoning_content"):
-        plain["reasoning_content"] = _cut(message["reasoning_content"], limit)
+        recorded["reasoning_content"] = _cut(message["reasoning_content"], limit)
     for name in ("name", "tool_call_id"):
         if message.get(name):
-            plain[name] = _cut(message[name], MAX_NAME)
+            recorded[name] = _cut(message[name], MAX_NAME)
     if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call, limit) for call in message["tool_calls"]]
-    return plain
+        recorded["tool_calls"] = [_recorded_call(call, limit) for call in message["tool_calls"]]
+    return recorded
 
 
-def _plain_call(call: Mapping[str, Any], limit: int) -> dict[str, Any]:
+def _recorded_call(call: Mapping[str, Any], limit: int) -> dict[str, Any]:
     function = {
         "name": _cut(_function(call).get("name"), MAX_NAME),
         "arguments": _cut(_function(call).get("arguments"), limit),

@@ -92,14 +92,15 @@ class EvaluationLog:
         self._file.close()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Record a rollout, given in JSON's types."""
-        self._file.write(json_line(record))
+        """Record a rollout; NaN and infinity, which JSON lacks, become null."""
+        recorded = plain(record)
+        self._file.write(json_line(recorded))
         self._file.flush()
-        self.records.append(dict(record))
+        self.records.append(recorded)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Record the result of the evaluation; NaN and infinity, which JSON lacks, become null."""
-        write_json(self.folder / SUMMARY, _plain(summary))
+        write_json(self.folder / SUMMARY, plain(summary))
 
 
 def read_evaluation(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -112,12 +113,6 @@ def read_evaluation(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{folder} does not contain an evaluation: there is no {path}")
     return _read(path)[0]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return plain(value)
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], int]:

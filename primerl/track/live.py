@@ -156,7 +156,7 @@ class LiveView:
             value = metrics.get(name)
             if name == "evaluation" and history:
                 value = history[-1]
-            now = "-" if value is None else form.format(value)
+            now = form.format(value) if isinstance(value, int | float) else "-"
             table.add_row(name, now, sparkline(history))
         return table
 
@@ -208,8 +208,9 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
     if len(values) > width:
         values = [values[int(i * len(values) / width)] for i in range(width)]
     low, high = min(values), max(values)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
+    # Halves, since the difference of two large numbers may overflow.
+    scale = (len(BARS) - 1) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.0
+    return "".join(BARS[round((value / 2 - low / 2) * scale)] for value in values)
 
 
 def visible(text: str) -> str:
@@ -242,6 +243,6 @@ def _line(metrics: Mapping[str, Any]) -> str:
     parts = [
         f"{name} {form.format(metrics[name])}"
         for name, form in SHOWN
-        if metrics.get(name) is not None
+        if isinstance(metrics.get(name), int | float)
     ]
     return "  ".join(parts)

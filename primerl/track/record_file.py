@@ -1,13 +1,22 @@
 """Files of a run that only grow, and that a full disk leaves whole."""
 
+import contextlib
+import errno
+import fcntl
 import io
+import logging
 import os
 import shutil
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 
 class RecordFile:
     """A file that is appended to; a write that fails, such as on a full disk, is undone.
+
+    If the file was deleted or moved, the next write creates it anew, with all of its records,
+    because other files refer to its bytes.
 
     Attributes:
         path: the path of the file.
@@ -35,9 +44,10 @@ class RecordFile:
         """Append all of the data.
 
         Raises:
-            OSError: the data could not be written. It names the file.
+            OSError: the data could not be written, or the file was replaced. It names the file.
         """
         try:
+            self.restore_if_missing()
             if self._torn:
                 os.ftruncate(self._file.fileno(), self.end)
             self._torn = True
@@ -49,6 +59,34 @@ class RecordFile:
             self.undo(self.end)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self.end += len(data)
+
+    def restore_if_missing(self) -> None:
+        """Create the file anew, with all of its records, if it was deleted or moved.
+
+        Raises:
+            OSError: that failed, or another file took the place of the deleted one.
+        """
+        if self.path.exists():
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                text = "another file took the place of the run's, which was deleted"
+                raise FileExistsError(errno.EEXIST, text, str(self.path))
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        copy = self.path.with_name(f"{self.path.name}.restored")
+        self._file.seek(0)
+        with copy.open("wb") as kept:
+            shutil.copyfileobj(self._file, kept)
+        file = io.FileIO(copy, "a+")
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            copy.rename(self.path)
+        except OSError:
+            file.close()
+            raise
+        self._file.close()
+        self._file = file
+        logger.warning("%s was deleted or moved; it is written anew, with all records", self.path)
 
     def undo(self, end: int) -> None:
         """Drop all data after ``end``: now, or with the next write if that fails."""

@@ -156,9 +156,10 @@ class RecordWriter:
             self._evaluations.clear()
 
     def _flush(self, *, sync: bool = False) -> None:
-        """Write lines that were kept, and perhaps sync all files."""
+        """Write what was kept or is missing, and perhaps sync all files."""
         try:
             self._write_lines()
+            self._files.restore_missing()
             if sync:
                 self._files.sync()
         except OSError as error:

@@ -9,11 +9,12 @@ import base64
 import gzip
 import itertools
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +32,8 @@ from primerl.track.run_folder import (
     read_json,
 )
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 1 << 19
 """Approximate size of a chunk that the page unpacks at once, in bytes of JSON."""
 
@@ -42,6 +45,7 @@ OF_TRAINER = ("logprobs", "entropy")  # present if the loop passed them to Run.l
 OF_EVALUATION = ("step", "evaluation", "evaluation_failed")
 DIGITS = 5  # further digits are unreadable
 
+_Converted = TypeVar("_Converted")
 _Rollout = list[SequenceLine]
 """The trained sequences of a rollout: several if it has branches."""
 
@@ -56,7 +60,8 @@ def write_report(
     """Write the report of one run, or of several to compare, as one HTML file.
 
     The runs may be finished, running or dead: the report shows what has been recorded so far. Only
-    the rollouts that it shows are read.
+    the rollouts that it shows are read. Damaged lines of metrics and evaluations are left out,
+    which a warning says.
 
     Args:
         runs: the folders of the runs.
@@ -67,7 +72,8 @@ def write_report(
             enforced alike.
 
     Raises:
-        ValueError: no folders are given, or a folder holds no run, or a record is invalid.
+        ValueError: no folders are given, or a folder holds no run, or the record of a rollout is
+            invalid.
     """
     if not runs:
         raise ValueError("no run is given; expected the folder of at least one run")
@@ -106,13 +112,13 @@ def _overview(
     names = sorted({name for line in firsts for name in line.metrics})
     path = folder / SUMMARY
     summary = read_json(path) if path.exists() else {}
-    steps = [json.loads(line) for _, line in complete_lines(folder / METRICS)]
+    steps = list(_readable(folder / METRICS, _step))
     return {
         "name": folder.resolve().name,
         "args": read_json(folder / ARGS),
         "summary": summary,
         "metrics": _by_name(_with_evaluations(steps, folder)),
-        "tokens": dict(json.loads(line) for _, line in complete_lines(folder / TOKENS)),
+        "tokens": dict(_readable(folder / TOKENS, _token)),
         "recorded": recorded,
         "conversations": any(line.has_conversation for line in firsts),
         "rollouts": {
@@ -135,11 +141,37 @@ def _with_evaluations(steps: Iterable[dict[str, Any]], folder: Path) -> list[dic
     Most evaluations are written after later steps, and that of the final weights has no step.
     """
     by_step = {line["step"]: line for line in steps}
-    for _, line in complete_lines(folder / EVALUATIONS):
-        evaluation = json.loads(line)
-        drawn = {name: evaluation[name] for name in OF_EVALUATION}
-        by_step[evaluation["step"]] = by_step.get(evaluation["step"], {}) | drawn
+    for evaluation in _readable(folder / EVALUATIONS, _evaluation):
+        step = evaluation["step"]
+        by_step[step] = by_step.get(step, {}) | evaluation
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _readable(path: Path, convert: Callable[[Any], _Converted]) -> Iterator[_Converted]:
+    """Yield each line of a JSON Lines file, converted; log which lines are damaged."""
+    for number, (_, line) in enumerate(complete_lines(path), start=1):
+        try:
+            found = convert(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            text = "%s, line %d, is damaged, and is left out of the report: %r"
+            logger.warning(text, path, number, error)
+        else:
+            yield found
+
+
+def _step(line: dict[str, Any]) -> dict[str, Any]:
+    if type(line["step"]) is not int:
+        raise TypeError(f"its step is {line['step']!r:.80}, expected an integer")
+    return line
+
+
+def _evaluation(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: _step(line)[name] for name in OF_EVALUATION}
+
+
+def _token(line: list[Any]) -> tuple[int, str]:
+    token, text = line
+    return int(token), str(text)
 
 
 def _by_name(steps: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -15,6 +15,9 @@ from primerl.types import Group, Rollout, Sample, TrainingSample
 
 Decode = Callable[[list[int]], str]
 
+RECORDED = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
+"""The arrays of every trained sequence."""
+
 MAX_TEXT_TOKENS = 4096
 """Most tokens of a prompt or completion whose text is recorded; the middle of more is left out."""
 
@@ -169,7 +172,7 @@ class RolloutRecords:
             **conversation,
             "reward": rollout.reward,
             "stop": rollout.stop,
-            "metrics": {name: plain(value) for name, value in rollout.metrics.items()},
+            "metrics": plain(rollout.metrics),
             "prompt": texts[0],
             "completion": texts[1],
             "temperature": sample.temperature,
@@ -194,15 +197,7 @@ def _trained_places(group: Group) -> Iterator[tuple[int, int]]:
 
 
 def _arrays(one: _TrainedSequence) -> dict[str, np.ndarray]:
-    sample = one.sample
-    return {
-        "token_ids": sample.token_ids,
-        "loss_mask": sample.loss_mask,
-        "behavior_logprobs": sample.behavior_logprobs,
-        "versions": sample.versions,
-        "advantages": sample.advantages,
-        **one.per_token,
-    }
+    return {name: getattr(one.sample, name) for name in RECORDED} | dict(one.per_token)
 
 
 def _texts(decode: Decode, sample: Sample) -> tuple[str, str]:
@@ -234,12 +229,20 @@ def require_fit(
     """Check that ``per_token`` has arrays for each sample, in one or more passes.
 
     Raises:
-        ValueError: the number of samples or a shape differs.
+        ValueError: the number of samples or a shape differs, or an array does not hold numbers or
+            has the name of one that is always recorded.
     """
     if per_token and (not samples or len(per_token) % len(samples)):
         raise ValueError(f"per_token is for {len(per_token)} samples; expected {len(samples)}")
     for sample, arrays in zip(itertools.cycle(samples), per_token, strict=False):
         for name, array in arrays.items():
+            if name in RECORDED:
+                raise ValueError(
+                    f"per_token has {name}, which is recorded for every sample; use another name"
+                )
+            kind = np.asarray(array).dtype
+            if kind.kind not in "biuf":
+                raise ValueError(f"per_token has {name} of type {kind}; expected numbers")
             if np.shape(array) != sample.token_ids.shape:
                 raise ValueError(
                     f"per_token has {name} of shape {np.shape(array)} for a sample of shape "

@@ -41,6 +41,7 @@ class RunFolder:
         self._new = ends is None
         self._ends = dict(ends or {})
         self._files: tuple[RecordFile, ...] = ()
+        self._values: Mapping[str, Any] | None = None
         if self._new:
             require_new(path)
         elif path.exists() and not path.is_dir():
@@ -73,6 +74,7 @@ class RunFolder:
             raise
         if self._new:
             write_json(self.path / ARGS, values)
+            self._values = values
 
     def _opened(self, name: str) -> RecordFile:
         file = RecordFile(self.path / name, new=self._new, end=self._ends.get(name))
@@ -92,6 +94,14 @@ class RunFolder:
             if (self.path / name).exists():
                 shutil.copyfile(self.path / name, kept / name)
         write_json(self.path / ARGS, values)
+        self._values = values
+
+    def restore_missing(self) -> None:
+        """Write files anew that were deleted or moved."""
+        for file in self._files:
+            file.restore_if_missing()
+        if self._values is not None and not (self.path / ARGS).exists():
+            write_json(self.path / ARGS, self._values)
 
     def ends(self) -> dict[str, int]:
         """Return how many bytes of each file belong to the run, for its state."""
@@ -180,9 +190,19 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a tensor or numpy number to Python's; replace NaN and infinity by None."""
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Convert a value to JSON's types: NaN and infinity become None, other objects their text.
+
+    A tensor or array with one entry becomes a number; others become lists.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.item() if math.prod(value.shape) == 1 else value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -199,10 +199,11 @@ class Run:
     def _write_outcome(self) -> None:
         self._count_lost()
         try:
-            write_json(self.folder / SUMMARY, self.summary)
+            write_json(self.folder / SUMMARY, plain(self.summary))
             write_report([self.folder])
-        except (OSError, ValueError) as problem:  # raising would hide the run's error
-            sys.stderr.write(f"{self.folder} has no report: {problem}\n")
+        except Exception as problem:  # raising would hide the run's error
+            reason = problem if isinstance(problem, OSError | ValueError) else repr(problem)
+            sys.stderr.write(f"{self.folder} has no report: {reason}\n")
 
     def _begin_writing(self) -> None:
         if not self._writes:
@@ -217,7 +218,8 @@ class Run:
 
     def _unended(self) -> dict[str, Any]:
         """Return the summary that remains if this process is killed."""
-        return self.summary | {"error": "the run has not ended, or its process was killed"}
+        error = "the run has not ended, or its process was killed"
+        return {**plain(self.summary), "error": error}
 
     @property
     def _wall_s(self) -> float:
@@ -234,7 +236,7 @@ class Run:
             "ends": self._writer.drain(),
             "name": self._name,
             "steps": self._steps,
-            "summary": dict(self.summary),
+            "summary": plain(self.summary),
             "staleness": [[stale, count] for stale, count in sorted(self.staleness.items())],
             "mismatch": {name: list(sums) for name, sums in self._mismatch.items()},
             "gate": self._gate.state(),
@@ -259,7 +261,8 @@ class Run:
             step: the version of the weights that the batch was applied to.
             groups: the trained groups; None in supervised training, which has no groups.
             samples: the training samples that ``advantage.assign`` returned for the groups.
-            metrics: further numbers, recorded under their own names. ``mismatch_kl`` is watched for
+            metrics: further numbers, recorded under their own names; NaN and infinity, which JSON
+                lacks, become null. ``mismatch_kl`` is watched for
                 an alarm, and averaged over the run, weighted by ``mismatch_tokens``
                 (``loss.Statistics``). ``mismatch_kl_own_routes``, its value without router replay,
                 is averaged, too. Without groups, throughput is computed from ``tokens``.
@@ -284,7 +287,7 @@ class Run:
         if not self._supervised:
             line |= _batch_metrics(groups, samples, staleness)
             line |= self._rollout_metrics(groups)
-        numbers = {name: plain(value) for name, value in (metrics or {}).items()}
+        numbers = plain(metrics or {})
         growth = self._growth(totals or {})
         evaluation_s = growth.pop("evaluation_wait_s", 0.0)
         elapsed, self._step_began = now - self._step_began, now
@@ -352,7 +355,7 @@ class Run:
     def finish(self, **summary: Any) -> None:
         """Record that all steps were taken, together with further entries of the summary."""
         self._begin_writing()
-        self.summary |= {name: plain(value) for name, value in summary.items()}
+        self.summary |= plain(summary)
         self.summary["finished"] = True
 
     def report(self) -> str:
@@ -391,7 +394,7 @@ class Run:
                     values[name].append(value)
         return {
             **{f"stop/{reason}": stops[reason] / len(rollouts) for reason in sorted(self._stops)},
-            **{f"rollout/{name}": fmean(values[name]) for name in sorted(values)},
+            **{f"rollout/{name}": _mean(values[name]) for name in sorted(values)},
         }
 
     def _growth(self, totals: Mapping[str, Any]) -> dict[str, float]:
@@ -483,6 +486,13 @@ def _evaluation_metrics(rollouts: Sequence[Rollout | Outcome]) -> dict[str, Any]
         "evaluation_first_version": min(bounds, default=None),
         "evaluation_last_version": max(bounds, default=None),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return fmean(values)
+    except OverflowError:  # the sum is too large, but the mean is not
+        return math.fsum(value / len(values) for value in values)
 
 
 def _mean_reward(groups: Sequence[Group]) -> float | None:

@@ -9,6 +9,8 @@ import attrs
 
 from primerl._common.optional import require
 
+OWN = ("step", "time")  # metrics that say when others are of
+
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[int, Mapping[str, Any]], None]
@@ -22,7 +24,10 @@ were evaluated, and perhaps after those of later steps.
 def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
     """Return a sink that logs numbers to Weights & Biases.
 
-    Without an API key, and without a terminal to ask for one, it logs offline, into ``./wandb``.
+    Each step and each evaluation is a separate row. Charts of a step's metrics have the metric
+    ``step`` as their axis, those of an evaluation's have ``evaluation_step``: W&B's own step counts
+    rows. Without an API key, and without a terminal to ask for one, it logs offline, into
+    ``./wandb``.
 
     Args:
         project: the W&B project; None for a sink that does nothing.
@@ -42,15 +47,21 @@ def wandb_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
             raise
         logger.warning("Weights & Biases logs offline, into ./wandb, for `wandb sync`: %s", error)
         run = wandb.init(project=project, mode="offline", **init)
-    run.define_metric("evaluation", step_metric="evaluation_step")
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    evaluated: set[str] = set()
 
+    # Without ``step=``: W&B merges rows of equal steps, and drops those of earlier steps.
     def sink(step: int, metrics: Mapping[str, Any]) -> None:
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        if "evaluation" in numbers:  # W&B drops what has an earlier step than its last line
-            del numbers["step"], numbers["time"]
-            run.log(numbers | {"evaluation_step": step}, commit=False)
-        else:
-            run.log(numbers, step=step, commit=True)
+        if "evaluation" not in numbers:
+            run.log(numbers | {"step": step})
+            return
+        scores = {name: value for name, value in numbers.items() if name not in OWN}
+        for name in sorted(scores.keys() - evaluated):  # a name takes precedence over "*"
+            run.define_metric(name, step_metric="evaluation_step")
+        evaluated.update(scores)
+        run.log(scores | {"evaluation_step": step})
 
     return sink
 
@@ -91,9 +102,7 @@ def trackio_sink(project: str | None, args: Any = None, **init: Any) -> Sink:
     run = require("trackio", extra="trackio").init(project=project, **init)
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
-        numbers = _numbers(metrics)
-        own = ("step", "time")  # names that Trackio reserves, for values it records itself
-        run.log({name: numbers[name] for name in numbers if name not in own}, step=step)
+        run.log(_numbers(metrics), step=step)
 
     return _ClosingSink(log, run.finish)
 
@@ -110,4 +119,9 @@ class _ClosingSink:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    """Return the numbers that a tracker doesn't record itself; Trackio reserves these names."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and name not in OWN
+    }

@@ -7,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from conftest import make_sample
 from descendants import descendants
 from forked_ranks import forked_ranks
 from glm_swe_trainer import load, step
@@ -17,7 +20,8 @@ from safetensors.torch import load_file
 from sandboxed import needed
 from waiting import until
 
-from primerl import parallel, testing
+from primerl import parallel, replay, testing, track
+from primerl.types import Outcome, Rollout
 
 pytestmark = pytest.mark.thorough
 
@@ -44,6 +48,27 @@ def test_its_trainer_on_two_ranks_makes_the_step_of_one_process(root, recipe, tm
     assert found["norm"] == pytest.approx(norm, rel=2e-2)
     theirs = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert theirs.keys() == weights.keys()
+
+
+def test_routes_of_an_evaluation_are_discarded_once_it_is_logged(recipe, tmp_path):
+    shape = replay.RouteShape(layers=(1, 2), decoder_layers=3, experts=256, k=8)
+    rows = np.random.default_rng(0).permuted(np.tile(np.arange(256), (2000, 2, 1)), axis=-1)
+    with replay.Store(shape) as store, track.Run(tmp_path) as run:
+        (route,) = store.put(
+            rows[..., :8].astype(np.uint8), start=0, versions=np.zeros(2000, np.int32)
+        )
+        played = Rollout(samples=[make_sample(routes=[route])], reward=1.0)
+        outcomes = [
+            Outcome(task={"id": "a"}, index=0, seconds=1.0, rollout=played),
+            Outcome(task={"id": "b"}, index=0, seconds=1.0, error="E", message="m"),
+        ]
+        replay.read(route)
+        recipe.log_evaluation(run, SimpleNamespace(version=3, outcomes=lambda: outcomes))
+        with pytest.raises(FileNotFoundError, match="these routes were discarded"):
+            replay.read(route)
+
+    (line,) = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert (json.loads(line)["step"], json.loads(line)["evaluation"]) == (3, 0.5)
 
 
 @pytest.mark.parametrize("changed", [{"nodes": ()}, {"nodes": (1, 0)}, {"server_gpus": (0,)}])

@@ -382,6 +382,22 @@ def test_a_job_that_fails_is_requeued_until_it_fails_without_a_new_checkpoint(jo
     assert {"ended b", "ended c"} <= set(job.events())
 
 
+def test_a_checkpoint_that_is_saved_anew_under_its_old_name_is_a_new_one(job, tmp_path):
+    saved = tmp_path / "run/checkpoints" / FORTY
+    saved.mkdir(parents=True)
+    torchrun = tmp_path / "bin/torchrun"
+    fails = "#!/bin/bash\nexit 3\n"
+    torchrun.write_text(fails)
+    code, _, errors = run(job, "model", "run", SLURM_RESTART_COUNT="1")
+    assert (code, "not restarted: no checkpoint was saved since" in errors) == (3, True)
+
+    anew = f"mkdir {saved}.partial && rm -r {saved} && mv {saved}.partial {saved}"
+    torchrun.write_text(fails.replace("exit", f"{anew}\nexit"))
+    code, _, errors = run(job, "model", "run", SLURM_RESTART_COUNT="1")
+    assert (code, f"requeued, to resume from {FORTY}" in errors) == (3, True)
+    assert job.events().count("requeued 42") == 1
+
+
 def test_a_server_that_dies_is_survived_if_there_is_a_new_checkpoint(job):
     code, _, errors = run(job, "model", "run", SERVER_DIES="b", TRAINER_S="30", TRAINER_SAVES=FORTY)
 

@@ -214,6 +214,36 @@ def test_what_has_not_ended_in_time_is_dropped_and_cleans_up(caplog):
     assert "the evaluation of version 0 is dropped: it had not ended after 0 s" in caplog.text
 
 
+def test_a_cancelled_evaluation_says_again_why_it_was_cancelled(monkeypatch):
+    """Not that the worker was closed, which it was not."""
+    late = "the evaluation of version 0 took longer than 0.1 s"
+    with make_worker(environment=Gate()) as rollouts:
+        evaluation = rollouts.start_evaluation(HELD_OUT, GREEDY, version=0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=late):
+                evaluation.outcomes(timeout_s=0.1)
+        with pytest.raises(RuntimeError, match=late):
+            evaluation.result(timeout_s=60)
+
+        dropped = rollouts.start_evaluation(HELD_OUT, GREEDY, version=0)
+        assert rollouts.ended_evaluations(timeout_s=0.1) == []
+        assert not dropped.wait(60)
+        with pytest.raises(RuntimeError, match=late):
+            dropped.outcomes()
+
+        interrupted = rollouts.start_evaluation(HELD_OUT, GREEDY)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr("primerl.rollout.workers.wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                interrupted.outcomes()
+        with pytest.raises(RuntimeError, match="cancelled: the wait for it was interrupted"):
+            interrupted.outcomes()
+
+
 def test_closing_the_worker_says_which_evaluations_it_cancels(caplog):
     gate = Gate()
     with make_worker(environment=gate) as rollouts:
@@ -307,6 +337,27 @@ class Loaded(FakeEngine):
             self.now[params.temperature] -= 1
 
 
+@pytest.mark.parametrize("beside", [True, False], ids=["engine of training", "its own engine"])
+def test_an_evaluation_of_many_tasks_starts_few_at_once(beside):
+    """A task on the event loop for each rollout would block the loop."""
+    seen = []
+
+    async def environment(task, engine, params):
+        if task["id"].startswith("held out"):
+            seen.append(len(asyncio.all_tasks()))
+            await asyncio.sleep(0)
+        return await one_turn(task, engine, params)
+
+    held_out = [{"id": f"held out {n}", "prompt": "ab"} for n in range(600)]
+    with make_worker(environment=environment) as rollouts:
+        engine = None if beside else FakeEngine()
+        outcomes = rollouts.start_evaluation(held_out, GREEDY, engine=engine).outcomes()
+
+    assert [one.task["id"] for one in outcomes] == [one["id"] for one in held_out]
+    assert len(seen) == 600
+    assert max(seen) < 300
+
+
 def test_training_and_evaluation_share_the_cap_and_none_starves():
     engine = Loaded()
     held_out = [{"id": f"held out {n}", "prompt": "ab"} for n in range(40)]
@@ -361,7 +412,7 @@ def test_a_request_that_the_engine_always_fails_is_the_result_of_its_rollout():
             if evaluation.done():
                 break
         (ended,) = rollouts.ended_evaluations()
-        assert [one.error for one in ended.outcomes()] == [None, "EngineFailed"]
+        assert [one.error for one in ended.outcomes()] == [None, "RequestFailed"]
 
 
 def test_evaluations_that_have_ended_are_not_lost_if_a_later_one_fails_or_is_interrupted():

@@ -26,6 +26,13 @@ def test_numbers_that_json_lacks_are_null_in_the_summary(tmp_path):
     assert found == {"scores": {"e": {"mean": 1.0, "low": None, "high": None}}}
 
 
+def test_numbers_that_json_lacks_are_null_in_a_record(tmp_path):
+    with track.EvaluationLog(tmp_path / "run") as log:
+        log.add({"task": "a", "metrics": {"x": [float("nan"), 1.0]}})
+        assert log.records == [{"task": "a", "metrics": {"x": [None, 1.0]}}]
+    assert track.read_evaluation(tmp_path / "run") == log.records
+
+
 def test_an_evaluation_that_goes_on_has_what_was_played(tmp_path):
     with track.EvaluationLog(tmp_path / "run", args={"model": "m", "samples": 1}) as log:
         log.add({"task": "a"})

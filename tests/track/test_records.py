@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,74 @@ def log(run, steps, *, groups=2):
 def settled(run):
     """Wait until all steps are written, or known not to be."""
     return run.state()
+
+
+# ---- files that are deleted, moved or replaced while the run writes them ----
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rollouts.jsonl", "rollouts.bin", "tokens.jsonl"]
+)
+def test_a_file_that_was_deleted_is_written_anew_with_all_records(tmp_path, caplog, name):
+    folder = tmp_path / "run"
+    with track.Run(folder, decode=str) as run:
+        log(run, [0])
+        settled(run)
+        (folder / name).unlink()
+        assert log(run, [1]) == [None]
+        state = settled(run)
+        log(run, [2])
+
+    assert f"{folder / name} was deleted or moved; it is written anew" in caplog.text
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [0, 1, 2]
+    read = list(track.read_rollouts(folder))
+    assert [record["step"] for record in read] == [0] * 4 + [1] * 4 + [2] * 4
+    assert len(lines(folder / "tokens.jsonl")) == 7
+    assert not list(folder.glob("*.restored"))
+    (folder / "summary.json").unlink()
+    with track.Run(folder, state=state) as run:
+        log(run, [2])
+    assert len(list(track.read_rollouts(folder))) == 12
+
+
+def test_the_folder_may_be_deleted_and_stays_locked(tmp_path):
+    folder = tmp_path / "run"
+    with track.Run(folder) as run:
+        log(run, [0])
+        settled(run)
+        shutil.rmtree(folder)
+        log(run, [1])
+        state = settled(run)
+        with pytest.raises(ValueError, match="is in use"), track.Run(folder, state=state):
+            pass
+
+        shutil.rmtree(folder)
+
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [0, 1]
+    assert len(list(track.read_rollouts(folder))) == 8
+    assert (folder / "report.html").exists()
+
+
+def test_another_file_in_place_of_a_deleted_one_is_an_alarm_and_stays(tmp_path, caplog):
+    folder = tmp_path / "run"
+    with track.Run(folder) as run:
+        log(run, [0])
+        settled(run)
+        (folder / "rollouts.jsonl").unlink()
+        (folder / "rollouts.jsonl").write_text("mine")
+        log(run, [1])
+        settled(run)
+        (alarm,) = log(run, [2])
+        settled(run)
+        assert "another file took the place of the run's, which was deleted" in alarm
+        assert str(folder / "rollouts.jsonl") in alarm
+        (folder / "rollouts.jsonl").rename(folder / "mine")
+        log(run, [3])
+
+    assert "training continues without them" in caplog.text
+    assert (folder / "mine").read_text() == "mine"
+    assert [record["step"] for record in track.read_rollouts(folder)] == [0] * 4 + [3] * 4
+    assert run.summary["records_lost"] == 8
 
 
 # ---- full disks ----

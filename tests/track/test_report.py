@@ -192,6 +192,45 @@ def test_records_that_were_damaged_hide_no_error_of_the_run(tmp_path, capsys, na
         track.write_report([tmp_path])
 
 
+def test_an_odd_line_of_an_evaluation_is_left_out_of_the_report_and_named(tmp_path, caplog):
+    odd = [
+        '{"step": 1, "eval',
+        "[1]",
+        "null",
+        '{"evaluation": 0.5}',
+        '{"step": "3", "evaluation": 0.5, "evaluation_failed": 0}',
+        '{"step": true, "evaluation": 0.5, "evaluation_failed": 0}',
+        "[" * 100_000,
+    ]
+    with pytest.raises(ZeroDivisionError), track.Run(tmp_path) as run:  # noqa: PT012
+        run.log_evaluation(0, [Rollout(samples=[], reward=0.25)])
+        run.state()
+        with (tmp_path / "evaluations.jsonl").open("a") as file:
+            file.write("\n".join(odd) + "\n")
+        raise ZeroDivisionError("half way")
+
+    path = tmp_path / "evaluations.jsonl"
+    for number in range(2, 2 + len(odd)):
+        assert f"{path}, line {number}, is damaged, and is left out" in caplog.text
+    run = embedded(tmp_path / "report.html")["run-0"]
+    assert run["metrics"]["evaluation"] == [0.25]
+    assert run["summary"]["error"] == "ZeroDivisionError: half way"
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "evaluations.jsonl", "tokens.jsonl", "rollouts.jsonl", "summary.json"]
+)
+@pytest.mark.parametrize("line", ["[1]", "3", '{"step": []}', '{"step": {"a": 1}}', "null", "{}"])
+def test_no_damaged_record_hides_the_error_of_the_run(tmp_path, name, line):
+    with pytest.raises(ZeroDivisionError), track.Run(tmp_path) as run:  # noqa: PT012
+        run.log(0)
+        run.state()
+        (tmp_path / name).write_text(line + "\n")
+        raise ZeroDivisionError("half way")
+
+    assert "half way" in (tmp_path / "summary.json").read_text()
+
+
 @pytest.mark.parametrize(("share", "recorded"), [(0.0, 0), (0.25, 2), (0.5, 4), (1.0, 8)])
 def test_a_share_of_the_groups_is_recorded(tmp_path, share, recorded):
     folder = record(tmp_path, steps=4, record_rollouts=share)
@@ -240,6 +279,8 @@ def test_no_run_is_refused():
             [{}, {"entropy": np.zeros(3)}],
             r"has entropy of shape \(3,\) for a sample of shape \(5,\)",
         ),
+        ([{}, {"versions": np.zeros(5)}], "has versions, which is recorded for every sample; use"),
+        ([{}, {"words": np.array(["a"] * 5)}], "has words of type <U1; expected numbers"),
     ],
 )
 def test_arrays_of_other_samples_are_refused(tmp_path, per_token, message):

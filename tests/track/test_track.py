@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import attrs
 import numpy as np
 import pytest
+import rich.console
+import torch
 from conftest import make_group, make_sample
 
 from primerl import advantage, testing, track
@@ -825,7 +827,9 @@ from primerl import track
 sink = track.wandb_sink(project="primerl-test", MODE, dir=sys.argv[1])
 sink(0, {"reward": 0.5, "staleness_max": 1, "grad_norm": None})
 sink(1, {"reward": 0.25})
-print(json.dumps(dict(wandb.run.summary)))
+sink(1, {"step": 1, "time": 0.0, "evaluation": 0.5})
+sink(0, {"step": 0, "time": 0.0, "evaluation": 0.75})
+print(json.dumps(dict(wandb.run.summary) | {"rows": wandb.run.step}))
 """
 
 
@@ -849,6 +853,8 @@ def test_weights_and_biases_offline(tmp_path, mode):
     assert logged["reward"] == 0.25
     assert logged["staleness_max"] == 1
     assert "grad_norm" not in logged
+    assert (logged["evaluation"], logged["evaluation_step"]) == (0.75, 0)
+    assert logged["rows"] == 4
     assert ("logs offline" in done.stderr) == ("offline" not in mode)
     assert list(tmp_path.glob("wandb/offline-run-*"))
 
@@ -868,7 +874,7 @@ def wandb(monkeypatch):
             raise NoKeyError("No API key configured")
         return SimpleNamespace(
             log=lambda numbers, **when: logged.append((numbers, when)),
-            define_metric=lambda name, step_metric: axes.append((name, step_metric)),
+            define_metric=lambda name, step_metric=None: axes.append((name, step_metric)),
         )
 
     errors = SimpleNamespace(UsageError=NoKeyError)
@@ -884,19 +890,28 @@ def test_weights_and_biases_get_arguments_and_numbers(wandb):
     track.wandb_sink("project", {"lr": 0.1}, group="g")(3, {"reward": 0.5, "grad_norm": None})
 
     assert wandb.begun == [{"project": "project", "config": {"lr": 0.1}, "group": "g"}]
-    assert wandb.logged == [({"reward": 0.5}, {"step": 3, "commit": True})]
+    assert wandb.logged == [({"reward": 0.5, "step": 3}, {})]
 
 
-def test_weights_and_biases_get_an_evaluation_at_its_own_step(wandb):
-    """With ``step=1``, W&B would drop it, because step 3 was logged before."""
+def test_each_evaluation_is_a_row_of_its_own_in_weights_and_biases(wandb):
+    """With ``step=1``, W&B would drop it, because step 3 was logged; uncommitted, merge both."""
     wandb.keys.append("key")
     sink = track.wandb_sink("project")
-    sink(3, {"step": 3, "reward": 0.5})
+    sink(3, {"step": 3, "reward": 0.5, "evaluation_s": 2.0})
     sink(1, {"step": 1, "time": 7.0, "evaluation": 0.25, "evaluation_failed": 0})
+    sink(2, {"step": 2, "time": 8.0, "evaluation": 0.5, "evaluation_failed": 1})
 
-    assert wandb.axes == [("evaluation", "evaluation_step")]
-    numbers = {"evaluation": 0.25, "evaluation_failed": 0, "evaluation_step": 1}
-    assert wandb.logged[1:] == [(numbers, {"commit": False})]
+    assert wandb.axes == [
+        ("step", None),
+        ("*", "step"),
+        ("evaluation", "evaluation_step"),
+        ("evaluation_failed", "evaluation_step"),
+    ]
+    assert wandb.logged == [
+        ({"step": 3, "reward": 0.5, "evaluation_s": 2.0}, {}),
+        ({"evaluation": 0.25, "evaluation_failed": 0, "evaluation_step": 1}, {}),
+        ({"evaluation": 0.5, "evaluation_failed": 1, "evaluation_step": 2}, {}),
+    ]
 
 
 def test_weights_and_biases_log_offline_without_a_key(wandb, caplog):
@@ -911,6 +926,8 @@ def test_weights_and_biases_log_offline_without_a_key(wandb, caplog):
 def test_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("tensorboardX")
     sink = track.tensorboard_sink(tmp_path / "events")
+    for step in (1, 0):  # evaluations, in the order in which they ended
+        sink(step, {"step": step, "time": 7.0, "evaluation": 0.25 * step})
 
     record(tmp_path / "run", sinks=[sink])
 
@@ -926,7 +943,8 @@ def test_tensorboard(tmp_path):
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))
     assert found["reward"] == [(0, 0.5), (1, 0.5)]
     assert found["mismatch_kl"] == [(0, pytest.approx(0.05))]
-    assert "alarm" not in found
+    assert found["evaluation"] == [(1, 0.25), (0, 0.0)]
+    assert not {"alarm", "step", "time"} & set(found)
 
 
 def test_trackio(tmp_path, monkeypatch):
@@ -954,6 +972,60 @@ def test_words_are_distinct_and_short():
     assert len(words) == len(set(words)) > 5000
     assert {len(word) for word in words} == {3, 4, 5}
     assert all(word.isascii() and word.islower() for word in words)
+
+
+def test_metrics_of_any_kind_are_recorded_and_end_no_run(tmp_path):
+    """NaN in lists and mappings, arrays, and other objects, also in the summary and in sinks."""
+    nan = float("nan")
+    metrics = {
+        "nested": {"a": nan, 2: [1.0, (float("inf"),)]},
+        "array": np.array([[1.0, nan]]),
+        "tensor": torch.tensor([0.5]),
+        "path": tmp_path,
+        "loss": [nan],
+    }
+    seen = []
+    view = track.LiveView("x", steps=1, console=rich.console.Console(file=io.StringIO()))
+    with track.Run(tmp_path, sinks=[view, lambda step, line: seen.append(line)]) as run:
+        run.summary["mine"] = {(1, 2): nan, "array": np.arange(2)}
+        run.log(0, metrics=metrics)
+        state = run.state()
+        run.finish(last=[nan])
+
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line["nested"] == {"a": None, "2": [1.0, [None]]}
+    assert (line["array"], line["tensor"]) == ([[1.0, None]], 0.5)
+    assert (line["path"], line["loss"]) == (str(tmp_path), [None])
+    assert seen == [line]
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert summary["mine"] == {"(1, 2)": None, "array": [0, 1]}
+    assert summary["last"] == [None]
+    assert json.loads(json.dumps(state, allow_nan=False))["summary"]["mine"] == summary["mine"]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_means_of_numbers_whose_sum_is_too_large(tmp_path):
+    """Metrics of 1.7e308, twice; and rewards as large as a rollout may have."""
+    rollouts = [
+        Rollout(samples=[make_sample()], reward=reward, metrics={"huge": 1.7e308})
+        for reward in (1e38, -1e38)
+    ]
+    groups = [Group(task_id="t", rollouts=rollouts)]
+    samples = advantage.assign(groups, advantage.centered)
+    view = track.LiveView("x", steps=1, console=rich.console.Console(file=io.StringIO()))
+    with track.Run(tmp_path, sinks=[view]) as run:
+        line = run.log(0, groups, samples)
+        run.log_evaluation(0, rollouts)
+
+    assert line["rollout/huge"] == 1.7e308
+    assert (line["reward"], line["reward_std"]) == (0.0, 1e38)
+    assert run.summary["eval_before"] == 0.0
+
+
+def test_a_curve_of_numbers_whose_difference_is_too_large():
+    from primerl.track.live import sparkline
+
+    assert sparkline([-1.7e308, 0.0, 1.7e308]) == "▁▅█"
 
 
 def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):

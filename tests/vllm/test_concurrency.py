@@ -26,7 +26,13 @@ def test_the_cap_grows_with_room_and_shrinks_with_a_queue(server):
             caps = []
             settings = AdaptiveConcurrency(cap=float(flying), every_s=0.2)
             following = asyncio.create_task(
-                follow_load(engine, settings, in_flight=lambda: flying, apply=caps.append)
+                follow_load(
+                    engine,
+                    settings,
+                    training=lambda: flying,
+                    evaluated=lambda: 0,
+                    apply=caps.append,
+                )
             )
             while not (caps and until(caps)):
                 assert not following.done()

@@ -108,9 +108,8 @@ class Collector:
             following = follow_load(
                 self._engine,
                 self._plan.concurrency,
-                in_flight=lambda: (
-                    self._scheduler.rollouts_in_flight + self._scheduler.evaluation_slots.in_flight
-                ),
+                training=lambda: self._scheduler.rollouts_in_flight,
+                evaluated=lambda: self._scheduler.evaluation_slots.in_flight,
                 apply=self._scheduler.limit_rollouts,
                 group_size=self._plan.group_size,
             )
@@ -201,9 +200,8 @@ class Collector:
         """Play each task as the options say; return the results in the order of the tasks."""
         evaluated = self._engine if engine is None else self._engines.find(engine)
         health = self._health
-        place: Callable[[], AbstractAsyncContextManager[None]] = (
-            self._scheduler.evaluation_slots.one
-        )
+        slots = self._scheduler.evaluation_slots
+        place: Callable[[], AbstractAsyncContextManager[None]] = slots.one
         if evaluated is not self._engine:
             health = EngineHealth(_name(engine, evaluated), timeout_s=self._plan.timeout_s)
             place = contextlib.nullcontext
@@ -226,8 +224,9 @@ class Collector:
                 health=health,
                 timeout_s=self._plan.group_timeout_s,
                 name=f"evaluation-{next(self._evaluation_numbers)}",
+                places=slots.most,
                 place=place,
-                on_end=lambda _: self._evaluated.update(ended=1),
+                on_end=lambda: self._evaluated.update(ended=1),
             )
         finally:
             self._evaluations.discard(current)

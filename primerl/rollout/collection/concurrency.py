@@ -21,11 +21,12 @@ class Load:
     """The load of the engines since the last observation.
 
     Args:
-        in_flight: rollouts in flight: whole groups of ``group_size``.
+        in_flight: rollouts in flight: whole groups of ``group_size``, and those of evaluations.
         queued: requests that wait in the engines' queues.
         preemptions: requests that were preempted.
         kv_use: the share of the KV cache in use, 0 to 1, of the engine where it is largest.
         group_size: rollouts that are started together.
+        evaluated: rollouts of evaluations among those in flight.
     """
 
     in_flight: int
@@ -33,6 +34,7 @@ class Load:
     preemptions: int
     kv_use: float
     group_size: int = 1
+    evaluated: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +45,9 @@ class AdaptiveConcurrency:
     Above ``high`` it shrinks in proportion to the excess. In between it stays, so that it does not
     oscillate. A preemption or a queue shrinks it by ``back_off``; near that cap, it then grows by
     less than a third of ``growth``.
+
+    One group, and one rollout of an evaluation, may always run. So while the cap is not above the
+    size of a group, an evaluation has one place only.
 
     Raises:
         ValueError: a number is out of range.
@@ -83,7 +88,8 @@ class AdaptiveConcurrency:
     def after(self, load: Load) -> "AdaptiveConcurrency":
         """Return settings whose cap is adapted to the observed ``load``; ``self`` is unchanged."""
         cap, trouble_at = self.cap, self.trouble_at
-        if load.in_flight > max(1.05 * cap, load.group_size):  # one group may always run
+        always = load.group_size + min(load.evaluated, 1)  # what runs under any cap
+        if load.in_flight > max(1.05 * cap, always):
             return self  # a lower cap takes effect slowly: rollouts in flight are never cancelled
         if load.preemptions or load.queued:
             trouble_at = min(cap, load.in_flight)
@@ -102,6 +108,7 @@ def load_of(
     in_flight: int,
     preempted: float,
     group_size: int = 1,
+    evaluated: int = 0,
 ) -> tuple[Load, float]:
     """Return the load of servers from their ``metrics``, and their total number of preemptions.
 
@@ -118,6 +125,7 @@ def load_of(
         preemptions=max(0, int(total - preempted)),
         kv_use=max(values("kv_cache_usage_perc"), default=0.0),
         group_size=group_size,
+        evaluated=evaluated,
     )
     return load, total
 
@@ -126,11 +134,14 @@ async def follow_load(
     engine: Any,
     settings: AdaptiveConcurrency,
     *,
-    in_flight: Callable[[], int],
+    training: Callable[[], int],
+    evaluated: Callable[[], int],
     apply: Callable[[float], None],
     group_size: int = 1,
 ) -> None:
     """Observe ``engine`` until cancelled, and ``apply`` each new cap.
+
+    ``training`` and ``evaluated`` return the numbers of rollouts in flight.
 
     If the metrics can't be read, the cap stays as it is.
     """
@@ -148,9 +159,10 @@ async def follow_load(
         first = preempted is None
         load, total = load_of(
             metrics,
-            in_flight=in_flight(),
+            in_flight=training() + evaluated(),
             preempted=0.0 if preempted is None else preempted,
             group_size=group_size,
+            evaluated=evaluated(),
         )
         preempted = total
         if not first:  # the first total includes preemptions from before this worker began

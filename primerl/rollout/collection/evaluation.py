@@ -17,6 +17,7 @@ from primerl.rollout.collection.groups import (
     finish_by,
     results_of,
     run_rollout,
+    start_in_turn,
 )
 from primerl.rollout.engines.health import EngineFailed, EngineHealth, RequestFailed
 from primerl.rollout.engines.protocol import Engine
@@ -130,55 +131,59 @@ async def evaluate(
     health: EngineHealth,
     timeout_s: float,
     name: str,
+    places: int,
     place: Callable[[], AbstractAsyncContextManager[None]],
-    on_end: Callable[[Any], None],
+    on_end: Callable[[], None],
 ) -> list[Outcome]:
     """Play each task ``samples`` times; return the results in the order of the tasks.
 
-    Each rollout is played in a ``place``. ``on_end`` is called whenever a rollout has ended.
+    Each rollout is played in a ``place``, at most ``places`` of them at once. ``on_end`` is called
+    whenever a rollout has ended.
 
     Raises:
         RuntimeError: more than one version of the weights was served, with ``one_version``.
         Exception: the first error of an environment, without ``keep_errors``.
     """
-    version = engine.version
-
-    async def play(task: Task, index: int, number: int) -> Outcome:
-        async with place():
-            return await evaluate_once(
-                environment,
-                task,
-                engine,
-                params,
-                index=index,
-                name=f"{name}.{number}",
-                retries=retries,
-                health=health,
-                timeout_s=timeout_s,
-                keep_error=keep_errors,
-            )
-
+    versions = {engine.version}
+    outcomes: dict[int, Outcome] = {}
     jobs = [(task, index) for task in tasks for index in range(samples)]
-    playing = [
-        asyncio.create_task(play(task, index, number)) for number, (task, index) in enumerate(jobs)
-    ]
-    for one in playing:
-        one.add_done_callback(on_end)
-    outcomes = await results_of(playing)
-    versions = {version, *_bounds(outcomes)}
+    left = iter(enumerate(jobs))
+
+    async def play_in_turn() -> None:
+        for number, (task, index) in left:
+            async with place():
+                outcome = await evaluate_once(
+                    environment,
+                    task,
+                    engine,
+                    params,
+                    index=index,
+                    name=f"{name}.{number}",
+                    retries=retries,
+                    health=health,
+                    timeout_s=timeout_s,
+                    keep_error=keep_errors,
+                )
+            outcomes[number] = outcome
+            versions.update(_bounds(outcome))
+            on_end()
+
+    turns = await start_in_turn(play_in_turn() for _ in range(min(places, len(jobs))))
+    await results_of(turns)
     if one_version and len(versions) > 1:
         raise RuntimeError(
             f"weights {sorted(versions)} were served during one evaluation; publish after it "
             "has ended, or pass an engine that is not published to meanwhile (engine=)"
         )
-    return outcomes
+    return [outcomes[number] for number in range(len(jobs))]
 
 
-def _bounds(outcomes: Iterable[Outcome]) -> set[PolicyVersion]:
-    """Return the oldest and the newest version of each rollout's tokens to be trained."""
-    rollouts = [outcome.rollout for outcome in outcomes if outcome.rollout is not None]
-    found = [Group(task_id="", rollouts=[rollout]).versions for rollout in rollouts]
-    return {int(bound) for one in found if len(one) for bound in (one.min(), one.max())}
+def _bounds(outcome: Outcome) -> set[PolicyVersion]:
+    """Return the oldest and the newest version of a rollout's tokens to be trained."""
+    if outcome.rollout is None:
+        return set()
+    found = Group(task_id="", rollouts=[outcome.rollout]).versions
+    return {int(bound) for bound in (found.min(), found.max())} if len(found) else set()
 
 
 async def evaluate_once(

@@ -9,7 +9,7 @@ POLL_S = 0.05
 
 
 class EvaluationSlots:
-    """Admits the rollouts of evaluations in their order, so that neither they nor training starve.
+    """Admits the rollouts of evaluations in turn, so that neither they nor training starve.
 
     At most ``ALWAYS`` of them are in flight, or as many as a training step has rollouts, if these
     are more. Where the rollouts in flight are capped, evaluations have at most half of the cap. Up
@@ -32,8 +32,9 @@ class EvaluationSlots:
     ) -> None:
         self.in_flight = 0
         """The number of rollouts of evaluations in flight."""
+        self.most = max(ALWAYS, rollouts_per_step)
+        """The maximum number of rollouts of evaluations in flight."""
         self._waiting = 0
-        self._most = max(ALWAYS, rollouts_per_step)
         self._cap = cap
         self._training = training
         self._wait_for_change = wait_for_change
@@ -62,7 +63,7 @@ class EvaluationSlots:
 
     @property
     def _share(self) -> float:
-        return max(1, min(self._most, self._cap() // 2))
+        return max(1, min(self.most, self._cap() // 2))
 
     @property
     def _is_free(self) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -295,6 +295,21 @@ def _failure(task: "asyncio.Task[Rollout]") -> BaseException | None:
     if task.cancelled():  # not by us: a library inside the environment gave up
         return RuntimeError("the rollout was cancelled from within the environment")
     return task.exception()
+
+
+async def start_in_turn(
+    coroutines: Iterable[Coroutine[Any, Any, T]],
+) -> "list[asyncio.Task[T]]":
+    """Start tasks one by one, because starting hundreds at once would block the event loop."""
+    tasks: list[asyncio.Task[T]] = []
+    try:
+        for coroutine in coroutines:
+            tasks.append(asyncio.create_task(coroutine))
+            await asyncio.sleep(0)
+    except BaseException:
+        await cancel_all(tasks, timeout_s=CANCEL_S)
+        raise
+    return tasks
 
 
 async def results_of(tasks: Sequence["asyncio.Task[T]"]) -> list[T]:

@@ -29,7 +29,7 @@ class TokenSequence(Sequence[int]):
         longer = prompt.extended([4, 5])
 
     Raises:
-        ValueError: an entry is not an integer of 32 bits.
+        ValueError: an entry is not an integer of 32 bits, or an array has not one axis.
     """
 
     __slots__ = ("_count", "_room")
@@ -103,7 +103,7 @@ def as_int32(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Convert token ids to an int32 array that nobody else changes.
 
     Raises:
-        ValueError: an entry is not an integer of 32 bits.
+        ValueError: an entry is not an integer of 32 bits, or an array has not one axis.
     """
     if isinstance(token_ids, TokenSequence):
         return token_ids.__array__()
@@ -113,6 +113,8 @@ def as_int32(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
             return np.frombuffer(array("i", list(token_ids)), np.int32)
         if token_ids.dtype.kind not in "iu":
             raise TypeError(f"an array of {token_ids.dtype}")
+        if token_ids.ndim != 1:
+            raise TypeError(f"an array of shape {token_ids.shape}; expected one axis")
         if token_ids.dtype != np.int32 and token_ids.size:
             least, most = int(token_ids.min()), int(token_ids.max())
             if least < _INT32.min or most > _INT32.max:

@@ -29,6 +29,14 @@ def test_the_cap_grows_with_room_and_shrinks_with_trouble():
     assert near.after(load(in_flight=15)).cap / near.cap < settings.after(load()).cap / 16
 
 
+def test_an_evaluation_beside_a_group_larger_than_the_cap_keeps_no_cap_from_growing():
+    """One group of 32 and one rollout of an evaluation run under any cap, such as one of 16."""
+    settings = AdaptiveConcurrency(cap=16)
+    beside = {"in_flight": 33, "group_size": 32}
+    assert settings.after(load(**beside, evaluated=1)).cap == pytest.approx(16 * 1.15)
+    assert settings.after(load(**beside)).cap == 16  # these are left over from a larger cap
+
+
 @pytest.mark.parametrize("group_size", [1, 4, 8, 16, 32, 48])
 def test_whole_groups_keep_no_cap_from_growing(group_size):
     settings = AdaptiveConcurrency(cap=16)
@@ -78,7 +86,7 @@ def test_of_several_servers_the_fullest_counts():
 
     observed, preempted = load_of(metrics, in_flight=5, preempted=5.0)
 
-    assert attrs.astuple(observed) == (5, 0, 2, 0.9, 1)
+    assert attrs.astuple(observed) == (5, 0, 2, 0.9, 1, 0)
     assert preempted == 7.0
 
 

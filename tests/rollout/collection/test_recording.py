@@ -59,7 +59,7 @@ numbers = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan
 rollouts = st.fixed_dictionaries(
     {
         "samples": st.lists(samples, max_size=2),
-        "reward": st.floats(allow_nan=False, allow_infinity=False),
+        "reward": st.floats(-1e38, 1e38),
         "metrics": st.dictionaries(text, numbers, max_size=3),
         "stop": text,
         "agent": text,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl.rollout.engines.token_sequence import TokenSequence
+from primerl.types import Completion
 
 TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=300)
 
@@ -50,6 +51,14 @@ def test_nobody_can_change_its_tokens():
         np.asarray(sequence)[0] = 9
 
 
+def test_it_is_the_array_that_other_types_expect():
+    ids = TokenSequence([1, 2])
+    completion = Completion(token_ids=ids, logprobs=ids, versions=ids, finish_reason="stop")
+    assert completion.token_ids.tolist() == [1, 2]
+    assert completion.logprobs.dtype == np.float32
+    assert np.concatenate([ids, ids]).tolist() == [1, 2, 1, 2]
+
+
 def test_it_is_used_as_a_list_is():
     sequence = TokenSequence([1, 2])
     assert (sequence.__add__([3]), sequence.__radd__([0])) == ([1, 2, 3], [0, 1, 2])
@@ -58,7 +67,19 @@ def test_it_is_used_as_a_list_is():
     assert sequence != [1, 2, 3]
 
 
-@pytest.mark.parametrize("wrong", [[2**31], [1.5], ["1"], np.array([0.5]), np.array([2**40])])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [2**31],
+        [1.5],
+        ["1"],
+        [[1, 2]],
+        np.array([0.5]),
+        np.array([2**40]),
+        np.array([[1, 2]]),
+        np.array(1),
+    ],
+)
 def test_what_is_no_token_id_is_refused(wrong):
     with pytest.raises(ValueError, match="integers of at most 32 bits"):
         TokenSequence(wrong)

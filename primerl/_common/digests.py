@@ -24,7 +24,8 @@ class TensorDigest:
 
 def flat(tensor: Tensor) -> Tensor:
     """Return all elements as a contiguous vector, without a copy where possible."""
-    elements = tensor.contiguous().reshape(-1)
+    # Conjugated and negative views store other bits than their values have.
+    elements = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     # One element is contiguous whatever its stride, but a view as bytes requires a stride of 1.
     return elements.as_strided((1,), (1,)) if elements.numel() == 1 else elements
 

@@ -22,25 +22,29 @@ ROUNDING = 5e-5  # rounding error of logprobs in float32, in nats
 class Replica:
     """One worker that fetches, opens and stores tensors like a vLLM worker's receiver.
 
-    It stores and hashes only the tensors whose names it ``uses``.
+    It stores and hashes only the tensors whose names it ``needs``.
     """
 
-    def __init__(self, uses=lambda name: True):
-        self.uses = uses
+    def __init__(self, needs=lambda name: True):
+        self.needs = needs
         self.tensors, self.version, self.reader, self.kinds = {}, None, None, []
         self.receipt = {"version": None}
 
     def prepare(self, update):
         if self.reader is None or self.reader.folder != Path(update["folder"]):
             self.reader = FolderReader(Path(update["folder"]), timeout_s=5.0)
-        self.kinds.append(self.reader.fetch(update["version"], needs=self.uses).kind)
+        self.kinds.append(self.reader.fetch(update["version"], needs=self.needs).kind)
 
     def load(self, update):
         started = time.perf_counter()
         manifest, tensors = self.reader.open(update["version"])
         try:
             loaded = load_checked(
-                self.store, tensors.items(), expected=manifest.tensors, threads=thread_count()
+                self.store,
+                tensors.items(),
+                expected=manifest.tensors,
+                threads=thread_count(),
+                needs=self.needs,
             )
         finally:
             self.reader.release()
@@ -54,8 +58,8 @@ class Replica:
         }
 
     def store(self, tensors):
-        """Copy the tensors that this worker uses, like the loader of a model."""
-        self.tensors = {name: tensor.clone() for name, tensor in tensors if self.uses(name)}
+        """Copy the tensors, like the loader of a model."""
+        self.tensors = {name: tensor.clone() for name, tensor in tensors}
 
     def close(self):
         if self.reader is not None:

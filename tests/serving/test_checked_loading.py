@@ -1,5 +1,6 @@
 """What a worker hashes and reports when it loads published tensors. vLLM's part: tests/vllm."""
 
+import itertools
 import threading
 
 import pytest
@@ -41,8 +42,10 @@ class Worker:
                 self.held[name] = view.clone()
         return set(self.held)
 
-    def receipt(self, tensors, *, expected=EXPECTED, threads=3):
-        loaded = load_checked(self.load, tensors.items(), expected=expected, threads=threads)
+    def receipt(self, tensors, *, expected=EXPECTED, threads=3, needs=lambda name: True):
+        loaded = load_checked(
+            self.load, tensors.items(), expected=expected, threads=threads, needs=needs
+        )
         assert loaded.returned == set(self.held)
         return {**loaded.compare(expected), "ignored": loaded.ignored}
 
@@ -72,7 +75,7 @@ def test_the_digest_is_the_trainers_whatever_part_a_worker_uses(uses, late, thre
     assert digests_of(worker.held) == {n: d for n, d in EXPECTED.items() if uses(n)}
 
 
-def test_only_the_used_tensors_are_hashed(monkeypatch):
+def test_only_the_needed_tensors_are_hashed(monkeypatch):
     hashed = []
 
     def spy(tensor):
@@ -80,11 +83,11 @@ def test_only_the_used_tensors_are_hashed(monkeypatch):
         return digest_of(tensor)
 
     monkeypatch.setattr(checked_loading, "digest_of", spy)
-    Worker(odd).receipt(published())
+    Worker(odd).receipt(published(), needs=odd)
     assert sorted(hashed) == [(300, i + 1) for i in range(1, 12, 2)]
 
 
-def test_the_bytes_of_an_unused_tensor_are_never_touched(tmp_path):
+def test_the_bytes_of_a_tensor_that_is_not_needed_are_never_touched(tmp_path):
     """Tensors of 4 MiB: the kernel maps the pages around a page that is read, up to 64 KiB."""
     tensors = {name: torch.full((1 << 22,), i, dtype=torch.uint8) for i, name in enumerate(NAMES)}
     layout = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
@@ -92,7 +95,7 @@ def test_the_bytes_of_an_unused_tensor_are_never_touched(tmp_path):
     mapped = map_tensors(tmp_path / "t.safetensors")
     expected = digests_of(tensors)
 
-    receipt = Worker(even).receipt(mapped, expected=expected)
+    receipt = Worker(even).receipt(mapped, expected=expected, needs=even)
 
     assert receipt["digest"] == digest_of_all(expected)
     for name, tensor in mapped.items():
@@ -107,10 +110,11 @@ def altered(*names):
     return tensors
 
 
-def test_an_altered_tensor_is_named_by_the_worker_that_uses_it_and_by_no_other():
+def test_an_altered_tensor_is_named_by_the_workers_that_need_it_and_by_no_other():
     tensors = altered(NAMES[5])
-    assert Worker(even).receipt(tensors)["differing"] == []
-    found = Worker(odd).receipt(tensors)
+    assert Worker(even).receipt(tensors, needs=even)["differing"] == []
+    assert Worker(even).receipt(tensors)["differing"] == [NAMES[5]]
+    found = Worker(odd).receipt(tensors, needs=odd)
     assert found["differing"] == [NAMES[5]]
     assert found["digest"] != DIGEST
 
@@ -132,10 +136,11 @@ def test_swapped_lost_and_additional_tensors_are_named():
 
 
 @pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: t.reshape(-1)])
-def test_an_unused_tensor_of_another_dtype_or_shape_is_named(change):
+@pytest.mark.parametrize("needs", [even, lambda name: True])
+def test_an_unused_tensor_of_another_dtype_or_shape_is_named(change, needs):
     tensors = published()
     tensors[NAMES[1]] = change(tensors[NAMES[1]])
-    assert Worker(even).receipt(tensors)["differing"] == [NAMES[1]]
+    assert Worker(even).receipt(tensors, needs=needs)["differing"] == [NAMES[1]]
 
 
 def test_without_expected_digests_all_tensors_are_hashed():
@@ -158,6 +163,53 @@ def test_the_loader_is_not_given_what_other_workers_need():
     assert given == [name for name in NAMES if even(name)]
     assert loaded.ignored == []
     assert loaded.compare(EXPECTED)["digest"] == DIGEST
+
+
+def scaled_in_place(tensor):
+    tensor.mul_(2)
+
+
+def changed_through_numpy(tensor):
+    tensor.view(torch.uint8).numpy()[:] += 1
+    tensor.clone()
+
+
+@pytest.mark.parametrize("change", [scaled_in_place, changed_through_numpy])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_loader_may_change_the_tensors_that_it_is_given(change, threads):
+    """The digest is of the bytes that came, not of those that the loader left."""
+
+    def load(tensors):
+        for _, tensor in tensors:
+            change(tensor)
+
+    loaded = load_checked(load, published().items(), expected=EXPECTED, threads=threads)
+    assert loaded.ignored == []
+    assert loaded.compare(EXPECTED)["differing"] == []
+
+
+def test_tensors_may_be_read_after_the_load():
+    """As by vLLM, which loads layers with padding at the end; it has counted the reads before."""
+    kept = {}
+
+    def load(tensors):
+        for name, tensor in tensors:
+            kept[name] = tensor
+            if even(name):
+                tensor.to("meta")
+
+    loaded = load_checked(load, published().items(), expected=EXPECTED, threads=2)
+    assert loaded.ignored == sorted(filter(odd, NAMES))
+    assert digests_of({name: tensor.clone() for name, tensor in kept.items()}) == EXPECTED
+
+
+def test_a_loader_that_stops_early_did_not_get_the_tensors_that_were_hashed_ahead():
+    def load(tensors):
+        for _, tensor in itertools.islice(tensors, 2):
+            tensor.clone()
+
+    loaded = load_checked(load, published().items(), expected=EXPECTED, threads=4)
+    assert loaded.compare(EXPECTED)["missing"] == sorted(NAMES[2:])
 
 
 def threads_beside():

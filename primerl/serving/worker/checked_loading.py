@@ -1,5 +1,6 @@
-"""Loading of published tensors into a model, with digests of the tensors that the loader used."""
+"""Loading of published tensors into a model, with digests of the tensors that a worker needs."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -11,14 +12,18 @@ from primerl._common.digests import TensorDigest, described, digest_of, digest_o
 from primerl._common.threads import BoundedThreads
 from primerl.serving.worker.tracked_tensors import TrackedTensors
 
+_AHEAD_PER_THREAD = 2
+
+_Submitted = tuple[str, Tensor, Future[TensorDigest]]
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class LoadedTensors:
     """The tensors that a worker loaded."""
 
     digests: dict[str, TensorDigest]
-    """The digests of all tensors that came. Of a tensor that the loader did not use, only dtype and
-    shape are its own, and the digest of the bytes is the expected one."""
+    """The digests of all tensors that came. Of a tensor that the worker does not need, only dtype
+    and shape are its own, and the digest of the bytes is the expected one."""
     ignored: list[str]
     """The names of the tensors that the loader was given and did not use."""
     returned: Any
@@ -45,13 +50,15 @@ def load_checked(
     threads: int,
     needs: Callable[[str], bool] = lambda _: True,
 ) -> LoadedTensors:
-    """Call a loader with tensors, and hash those that the loader uses in threads beside it.
+    """Call a loader with the tensors that it needs, each hashed before the loader gets it.
 
-    The bytes of the others are not read, so they take no time if they are memory-mapped.
+    Threads hash the next tensors meanwhile. The bytes of tensors that are not needed are not read,
+    so they take no time if they are memory-mapped.
 
     Args:
-        load: the loader, such as the ``load_weights`` of a model.
-        tensors: the tensors by name; they must not change while they are loaded.
+        load: the loader, such as the ``load_weights`` of a model; it may change the tensors.
+            ``TrackedTensors`` describes what counts as a use.
+        tensors: the tensors by name; nothing else may change them while they are loaded.
         expected: the published digests. A tensor that is not in it is hashed in any case; None
             stands for no digests.
         threads: how many threads hash.
@@ -61,21 +68,37 @@ def load_checked(
     hashed: dict[str, Future[TensorDigest]] = {}
     with BoundedThreads(threads) as pool:
 
-        def hash_beside(name: str, tensor: Tensor) -> None:
-            if name not in hashed:
-                # Copied from a GPU here, because other threads have other CUDA streams.
-                hashed[name] = pool.submit(digest_of, tensor.detach().cpu())
+        def submitted() -> Iterator[_Submitted]:
+            for name, tensor in tensors:
+                if expected is not None and name in expected and not needs(name):
+                    unread[name] = described(tensor, expected[name].digest)
+                else:
+                    # Copied from a GPU here, because other threads have other CUDA streams.
+                    yield name, tensor, pool.submit(digest_of, tensor.detach().cpu())
 
         def arriving() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in tensors:
-                if expected is None or name not in expected:
-                    hash_beside(name, tensor)
-                else:
-                    unread[name] = described(tensor, expected[name].digest)
+            for name, tensor, digest in _lagging(submitted(), by=_AHEAD_PER_THREAD * threads):
+                hashed[name] = digest
+                if _on_host(tensor):
+                    digest.result()  # the loader may change the bytes
                 if needs(name):
                     yield name, tensor
 
-        tracked = TrackedTensors(arriving(), on_use=hash_beside)
-        returned = load(tracked)
+        with TrackedTensors(arriving()) as tracked:
+            returned = load(tracked)
     digests = unread | {name: digest.result() for name, digest in hashed.items()}
     return LoadedTensors(digests=digests, ignored=tracked.ignored, returned=returned)
+
+
+def _lagging(submitted: Iterable[_Submitted], *, by: int) -> Iterator[_Submitted]:
+    """Yield tensors in order while up to ``by`` later ones are hashed; on a GPU, hold none back."""
+    held: deque[_Submitted] = deque()
+    for one in submitted:
+        held.append(one)
+        while len(held) > (by if _on_host(one[1]) else 0):
+            yield held.popleft()
+    yield from held
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"

@@ -1,139 +1,95 @@
-"""Tensors that record whether a checkpoint loader used them."""
+"""Tensors that a checkpoint loader is given, and a record of those that it used."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-# Methods of tensors that return no tensor and read no element.
-_METADATA = {
-    "dim",
-    "element_size",
-    "get_device",
-    "is_complex",
-    "is_contiguous",
-    "is_floating_point",
-    "ndimension",
-    "nelement",
-    "numel",
-    "size",
-    "storage_offset",
-    "stride",
-    "__len__",
-}
+# Operations that read no element of a tensor, beside those that _reads_nothing finds by a rule.
+_NO_READS = {"_unsafe_view", "is_pinned", "is_same_size", "is_set_to", "resize_as_"}
 
 
-class TrackedTensors:
+class TrackedTensors(TorchDispatchMode):
     """Iterable of named tensors for a loader, which records the tensors that the loader ignored.
 
-        tracked = TrackedTensors(tensors)
-        model.load_weights(tracked)
+        with TrackedTensors(tensors) as tracked:
+            model.load_weights(tracked)
         assert not tracked.ignored
 
-    A tensor counts as used once an operation has read its elements, also through a view. Shapes,
-    dtypes and views alone do not count: vLLM takes views of an expert before it decides whether
-    this worker needs the expert. So this works whatever names the loader maps the tensors to.
+    A tensor counts as used once an operation of torch has read its elements in the context, also
+    through a view, or has changed them. Shapes, dtypes, views and new tensors of the same shape do
+    not count: vLLM takes views of an expert before it decides whether this worker needs the expert.
+    The loader gets plain tensors, which share the memory of those that came.
+
+    Some uses are not seen, so that the tensor is reported as ignored although it was used: those in
+    other threads, those after the context, and those that bypass torch's dispatcher (``numpy()``,
+    ``tolist()``, a kernel that is given ``data_ptr()``, or ``parameter.data = tensor`` while the
+    parameter is not read afterwards).
 
     Args:
         tensors: the tensors by name.
-        on_use: is called once for each tensor, in the loader's thread, after its first use.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        *,
-        on_use: Callable[[str, Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = tensors
-        self._on_use = on_use
+        self._names: set[str] = set()
         self._used: set[str] = set()
-        self._names: list[str] = []
+        self._storages: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors:
-            self._names.append(name)
-            yield name, _tracked(tensor, functools.partial(self._note_use, name, tensor))
-
-    def _note_use(self, name: str, tensor: Tensor) -> None:
-        if name not in self._used:
-            self._used.add(name)
-            if self._on_use is not None:
-                self._on_use(name, tensor)
+            self._names.add(name)
+            given = _with_own_storage(tensor)
+            # While there is a weak reference, no other storage gets the same address.
+            reference = StorageWeakRef(given.untyped_storage())  # type: ignore[no-untyped-call]
+            self._storages[reference.cdata] = reference, name
+            yield name, given
 
     @property
     def ignored(self) -> list[str]:
-        """The names of the tensors that the loader did not use."""
-        return sorted(set(self._names) - self._used)
+        """The names of the tensors that the loader was given and did not use."""
+        return sorted(self._names - self._used)
 
-
-class _Tracked(Tensor):
-    """A tensor that calls ``note_use`` when an operation reads its elements.
-
-    Its views are tracked too; other results are plain tensors.
-    """
-
-    note_use: Callable[[], None]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            sources = _tracked_in(args, kwargs or {})
-            views = None if _writes(func) else _as_views(result, sources)
-            if views is not None:
-                return views
-            if not _is_metadata(func):
-                for source in sources:
-                    source.note_use()
+        result = func(*args, **(kwargs or {}))
+        if not _reads_nothing(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                storages = _storages_in((*args, *(kwargs or {}).values()))
+            self._used.update(self._storages[one][1] for one in storages & self._storages.keys())
         return result
 
 
-def _tracked(tensor: Tensor, note_use: Callable[[], None]) -> _Tracked:
-    tracked = tensor.as_subclass(_Tracked)
-    tracked.note_use = note_use
-    return tracked
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory that shares its storage only with its own views."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return torch.empty(0, dtype=plain.dtype, device=plain.device).set_(
+        plain.untyped_storage()[:], plain.storage_offset(), plain.shape, plain.stride()
+    )
 
 
-def _tracked_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Tracked]:
-    """Return the tracked tensors among the arguments of an operation, lists included."""
-    arguments = (*args, *kwargs.values())
-    parts = [
-        part for one in arguments for part in (one if isinstance(one, list | tuple) else [one])
-    ]
-    return [part for part in parts if isinstance(part, _Tracked) and "note_use" in part.__dict__]
+def _storages_in(values: Iterable[Any]) -> set[int]:
+    """Return the addresses of the storages of all tensors among values, lists included."""
+    parts = [part for one in values for part in (one if isinstance(one, list | tuple) else [one])]
+    return {
+        part.untyped_storage()._cdata
+        for part in parts
+        if isinstance(part, Tensor) and part.layout is torch.strided
+    }
 
 
-def _as_views(result: Any, sources: Sequence[_Tracked]) -> Any:
-    """Return a result of tensors that all share their memory with sources, tracked; else None."""
-    results = result if isinstance(result, list | tuple) else (result,)
-    views = []
-    for one in results:
-        source = _source_of(one, sources) if isinstance(one, Tensor) else None
-        if source is None:
-            return None
-        views.append(_tracked(one, source.note_use))
-    if isinstance(result, list | tuple):
-        return type(result)(views) if views else None
-    return views[0]
-
-
-def _source_of(tensor: Tensor, sources: Sequence[_Tracked]) -> _Tracked | None:
-    """Return the source with which a tensor shares its memory."""
-    memory = tensor.untyped_storage()._cdata
-    return next((one for one in sources if one.untyped_storage()._cdata == memory), None)
-
-
-def _writes(func: Any) -> bool:
-    """Return whether an operation changes its first argument, by torch's naming convention."""
-    name = func.__name__
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _is_metadata(func: Any) -> bool:
-    """Return whether an operation reads no element: a property such as ``shape``, or ``dim()``."""
-    return func.__name__ == "__get__" or func.__name__ in _METADATA
+@functools.cache
+def _reads_nothing(func: Any) -> bool:
+    """Return whether an operation only takes views, asks for metadata, or makes tensors alike."""
+    name = func.__name__.partition(".")[0]
+    return func.is_view or name in _NO_READS or name.startswith("new_") or name.endswith("_like")

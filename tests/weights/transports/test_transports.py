@@ -227,7 +227,7 @@ class TwoWorkers(Replicas):
         super().__init__(2)
         numbers = {}
         for place, worker in enumerate(self.workers.values()):
-            worker.uses = lambda name, place=place: (
+            worker.needs = lambda name, place=place: (
                 numbers.setdefault(name, len(numbers)) % 2 == place
             )
 
@@ -263,7 +263,7 @@ def test_an_altered_tensor_is_reported_by_the_worker_that_uses_it(tmp_path):
         prepare(worker, update)
 
     first, second = server.workers.values()
-    user = 0 if first.uses(altered) else 1
+    user = 0 if first.needs(altered) else 1
     first.prepare = functools.partial(damage, first)
     with pytest.raises(RuntimeError, match=rf"digest: .* on http://two worker {user}") as error:
         transport.publish(2)
@@ -278,7 +278,10 @@ def test_a_tensor_that_no_worker_uses_is_named(tmp_path):
     server = TwoWorkers()
     transport = weights.Disk(testing.tiny_model("llama"), server, folder=tmp_path)
     for worker in server.workers.values():
-        worker.uses = lambda name, uses=worker.uses: name != "lm_head.weight" and uses(name)
+        worker.needs = lambda name, needs=worker.needs: name == "lm_head.weight" or needs(name)
+        worker.store = lambda tensors, store=worker.store: store(
+            (name, tensor) for name, tensor in tensors if name != "lm_head.weight"
+        )
     with pytest.raises(RuntimeError, match="coverage: lm_head.weight was sent to http://two but"):
         transport.publish(1)
     server.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import models, testing, weights
-from primerl._common.digests import content_of, digest_of_contents
+from primerl._common.digests import content_of, digest_of, digest_of_contents, raw_bytes
 from primerl.serving.worker.tracked_tensors import TrackedTensors
 from primerl.weights.transports.receipts import check_receipts
 from primerl.weights.verification.comparison import combine, distinct_readings, examine
@@ -96,6 +96,30 @@ def test_a_merged_tensor_with_a_part_that_was_never_published_is_wrong():
     reading = rearranged_reading(held, [TensorSlice(name="gate"), TensorSlice(name="up")])
 
     assert compared({"gate": matrix(seed=1)}, [reading]).wrong == ("gate", "up")
+
+
+CONJUGATED = torch.tensor([[1 + 2j, 3 - 4j], [5 + 6j, 7 - 8j]]).conj()
+
+
+@pytest.mark.parametrize(
+    ("view", "values"),
+    [
+        (CONJUGATED, [[1 - 2j, 3 + 4j], [5 - 6j, 7 + 8j]]),
+        (CONJUGATED.T, [[1 - 2j, 5 - 6j], [3 + 4j, 7 + 8j]]),
+        (CONJUGATED[0, 0], 1 - 2j),
+        (CONJUGATED[:0], [[], []]),
+        (CONJUGATED.imag, [[-2.0, 4.0], [-6.0, 8.0]]),
+        (CONJUGATED[1:, 1:].imag, [[8.0]]),
+        (CONJUGATED.real[:, 1], [3.0, 7.0]),
+        (torch.arange(12.0)[1::3], [1.0, 4.0, 7.0, 10.0]),
+        (torch.arange(2).expand(2, 2), [[0, 1], [0, 1]]),
+    ],
+)
+def test_a_digest_is_that_of_the_values_however_they_are_stored(view, values):
+    plain = torch.tensor(values, dtype=view.dtype).reshape(view.shape)
+    assert raw_bytes(view).tobytes() == plain.numpy().tobytes()
+    assert digest_of(view) == digest_of(plain)
+    assert content_of(view) == content_of(plain)
 
 
 def test_contents_are_sums_modulo_2_to_the_64():
@@ -320,16 +344,17 @@ def test_a_server_that_is_busy_at_the_first_check_is_compared_at_the_next():
 
 def test_tensors_that_a_loader_skips_are_named():
     kept = {name: torch.zeros(2, 2) for name in ("a", "b", "c", "d")}
-    handed = TrackedTensors((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
-    for name, tensor in handed:
-        if name == "a":
-            kept[name].copy_(tensor)
-        elif name == "b":
-            kept[name][:1] = tensor.narrow(0, 0, 1)
-        elif name == "c":
-            kept[name] = tensor.to(torch.bfloat16)
-        elif name == "d":
-            kept[name] = torch.cat([tensor, tensor])
+    given = ((name, torch.ones(2, 2)) for name in (*kept, "skipped", "inv_freq"))
+    with TrackedTensors(given) as handed:
+        for name, tensor in handed:
+            if name == "a":
+                kept[name].copy_(tensor)
+            elif name == "b":
+                kept[name][:1] = tensor.narrow(0, 0, 1)
+            elif name == "c":
+                kept[name] = tensor.to(torch.bfloat16)
+            elif name == "d":
+                kept[name] = torch.cat([tensor, tensor])
 
     assert handed.ignored == ["inv_freq", "skipped"]
     assert all(type(one) is torch.Tensor for one in kept.values())

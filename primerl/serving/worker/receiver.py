@@ -137,7 +137,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
     ) -> dict[str, Any]:
         """Load tensors into the model; return a receipt of the tensors and their effect.
 
-        The receipt's digest is that of the used tensors' own bytes and of the other tensors'
+        The receipt's digest is that of the needed tensors' own bytes and of the other tensors'
         ``expected`` digests. If ``expected`` is None, it is that of all tensors' bytes, and the
         trainer compares it with the tensors it sent.
         """

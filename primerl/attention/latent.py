@@ -103,7 +103,7 @@ def _gradients(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     width = out.shape[2]
-    grad_q = torch.empty_like(q)
+    grad_q = _empty_gradient(q)
     grad_latent = latent.new_zeros(latent.shape, dtype=logsumexp.dtype)
     shifts = (gradient.to(logsumexp.dtype) * out).sum(-1)
     if reason_against_triton(q, width) is None:
@@ -152,6 +152,10 @@ def _scores(queries: Tensor, gathered: Tensor, missing: Tensor, scaling: float) 
     return scores.masked_fill_(missing.unsqueeze(1), -torch.inf)
 
 
+def _empty_gradient(q: Tensor) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)  # as the kernel writes it
+
+
 def _empty_outputs(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:2], width), q.new_empty(q.shape[:2], dtype=wide)
@@ -166,7 +170,7 @@ def _(
 
 @_gradients.register_fake
 def _(_gradient: Tensor, q: Tensor, latent: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(latent)
+    return _empty_gradient(q), torch.empty_like(latent)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

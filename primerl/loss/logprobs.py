@@ -1,6 +1,7 @@
 """Logprobs that unmodified Hugging Face models give the tokens of packed documents."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from primerl._common.forward_passes import attempt
+from primerl._common.forward_passes import attempt, is_compiled
 from primerl._common.supported_adapters import refuse_virtual_tokens
 from primerl.attention import attend_by_document, require_documents
 from primerl.loss.arguments import checked
@@ -259,7 +260,7 @@ def _score(
     if model not in _MODELS_THAT_NEED_LOGITS:
         replaced = _HeadReplacement(model, len(token_ids), head.from_hidden)
         try:
-            with attempt() as first, replaced:
+            with attempt() as first, replaced.within_head():
                 logits = run()
         except (IndexError, RuntimeError):
             if not replaced.outputs:  # otherwise the placeholder's shape caused the error
@@ -276,7 +277,7 @@ def _score(
 class _HeadReplacement(TorchFunctionMode):
     """Replace the logits of a model's head by ``score(hidden, weight)`` while it runs on t tokens.
 
-    The head's product is replaced by a placeholder ``[1, t, n]`` within the model's forward pass,
+    The head's product is replaced by a placeholder ``[1, t, n]`` within the head's forward pass,
     where a sharded weight is gathered. ``returned_as`` says whether the model returned the
     placeholder itself as its logits, unchanged.
     """
@@ -284,15 +285,38 @@ class _HeadReplacement(TorchFunctionMode):
     def __init__(self, model: nn.Module, tokens: int, score: Callable[..., Tensor]) -> None:
         super().__init__()
         self.head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        # A compiled graph would depend on this call's rows and labels.
+        self._in_graph = is_compiled(model) or is_compiled(self.head)
         self.tokens, self.score = tokens, score
         self.outputs: list[Tensor] = []
+
+    @contextlib.contextmanager
+    def within_head(self) -> Iterator[None]:
+        """Be active whenever the head runs, but not in compiled layers, where torch can't be.
+
+        Nothing is replaced if the model is compiled as a whole.
+        """
+        if self._in_graph or not isinstance(self.head, nn.Linear):
+            yield
+            return
+        with contextlib.ExitStack() as hooks:
+            for hook in (
+                self.head.register_forward_pre_hook(self._begin),
+                self.head.register_forward_hook(self._end, always_call=True),
+            ):
+                hooks.callback(hook.remove)
+            yield
+
+    def _begin(self, *_: Any) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Never traced into a compiled graph, which would depend on this call's rows and labels.
-        traced = torch.compiler.is_compiling()
-        if func is F.linear and not traced and self._is_head(*args, **(kwargs or {})):
+        if func is F.linear and self._is_head(*args, **(kwargs or {})):
             scored = self.score(args[0].squeeze(0), args[1])
             self.outputs.append(torch.stack([scored]))  # a copy, not a view
             return self.outputs[-1]
@@ -301,7 +325,7 @@ class _HeadReplacement(TorchFunctionMode):
     def _is_head(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         if bias is not None or x.shape[:-1] != (1, self.tokens) or isinstance(weight, DTensor):
             return False
-        return isinstance(self.head, nn.Linear) and weight is self.head.weight
+        return weight is self.head.weight
 
     def returned_as(self, logits: Tensor) -> bool:
         # outputs[0]: a model that used its head more than once has computed with a placeholder.

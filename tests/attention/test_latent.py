@@ -125,3 +125,13 @@ def test_no_more_is_held_than_keys_are_chosen(monkeypatch):
 
 def test_why_no_triton_kernel_is_used():
     assert "not on cpu" in reason_against_triton(torch.zeros(1, 1, 80), 64)
+
+
+def test_the_gradient_of_a_transposed_query_is_contiguous_as_the_kernel_writes_it():
+    q = torch.randn(3, 5, 32).transpose(0, 1).requires_grad_()
+    chosen = torch.arange(5).unsqueeze(1).int()
+    rows = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
+    out = attend_to_latents(q, torch.randn(5, 32), chosen, *rows, width=16, scaling=0.5)
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert not q.is_contiguous()
+    assert gradient.is_contiguous()

@@ -214,9 +214,8 @@ SCALES = {
         server_gpus=(8, 32),
         servers=12,
         max_num_seqs=96,
-        # 11 GB of a GPU stay outside, for CUDA's context and NCCL's buffers. Inside, vLLM also has
-        # activations and CUDA graphs, so not all of the 17.2 GB beside the weights of ep=8 can hold
-        # keys and values.
+        # The rest of a GPU is for CUDA's context and NCCL's buffers. --dry-run prints the room that
+        # weights, activations and CUDA graphs leave for keys and values ("KV room").
         gpu_memory_utilization=0.92,
         nodes=(16, 12),
         gpus_per_node=8,

@@ -173,12 +173,34 @@ def test_the_page_says_what_is_planned(root, scale):
     said = {cells[1]: cells[1 + column] for cells in rows if len(cells) == 6}
     phases = {one.name: one.seconds for one in (*time.phases, *time.others)}
     phases |= {"training": time.training, "**step**": time.step}
+    phases |= {"step of a full version": time.full_version_step}
     for name, seconds in phases.items():
         assert said[name] == f"{seconds:.1f}", name
     sizes = {name: size for name, size in rank.by_name.items() if name != "optimizer"}
     sizes |= {"sum, of 150.1": rank.device}
     for name, size in sizes.items():
         assert said[name] == f"{size / 1e9:.1f}", name
+
+
+def test_the_page_of_weights_has_the_phases_of_the_plan(root):
+    """``planning.Hardware`` is the only table of bandwidths."""
+    plan = planned(root)
+    (time,) = plan.times.values()
+    full, delta = (time.publications[kind] for kind in ("full", "delta"))
+    page = (root / "docs/weights.md").read_text()
+    _, section = page.split("## At 744 billion parameters")
+    rows = [re.split(r" *\| *", line) for line in section.splitlines() if line.startswith("| ")]
+    said = {cells[1]: cells[3:5] for cells in rows if len(cells) == 6}
+    planned_s = {name: [full.phases[name], delta.phases[name]] for name in full.phases}
+    planned_s["sum"] = [sum(one.phases.values()) for one in (full, delta)]
+    for name, seconds in planned_s.items():
+        assert said[name] == [f"{one:.1f}" for one in seconds], name
+    assert f"longer than a step of {time.step:.0f} s" in section
+    assert f"at least {time.full_version_step:.0f} s" in " ".join(section.split())
+    (start,) = (one.seconds for one in time.phases if one.name == "publication, start")
+    assert f"| training | {start:.1f} s |" in page
+    unseen = [sum(one.beside.values()) - one.beside["pause"] for one in (delta, full)]
+    assert f"| {unseen[0]:.0f} s, or {unseen[1]:.0f} s in full |" in page
 
 
 def test_a_plan_prints_times_and_their_sources(root):

@@ -7,8 +7,8 @@ import attrs
 class Hardware:
     """Speeds of a GPU and of its links. The defaults are for one H200.
 
-    Sources: (a) NVIDIA's data sheet; (b) measured on one H200 (docs/verified.md), or on a CPU what a
-    CPU does; (c) measured by others, prime-rl's pull request 3341; (d) assumed, not measured.
+    Sources: (a) NVIDIA's data sheet; (b) measured on one H200 (docs/verified.md) or, what a CPU
+    does, on a CPU; (c) measured by others, prime-rl's pull request 3341; (d) assumed, not measured.
     """
 
     bf16: float = 989e12

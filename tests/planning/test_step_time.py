@@ -6,6 +6,7 @@ import types
 import attrs
 import pytest
 from cluster_commands import planned
+from glm_swe_trainer import load
 
 from primerl import flops, planning, testing
 from primerl.planning.compute_time import compute_seconds
@@ -201,6 +202,23 @@ def test_the_page_of_weights_has_the_phases_of_the_plan(root):
     assert f"| training | {start:.1f} s |" in page
     unseen = [sum(one.beside.values()) - one.beside["pause"] for one in (delta, full)]
     assert f"| {unseen[0]:.0f} s, or {unseen[1]:.0f} s in full |" in page
+
+
+def test_the_page_of_clusters_says_what_a_failure_costs(root):
+    (time,) = planned(root).times.values()
+    seconds = {one.name: one.seconds for one in (*time.phases, *time.others)}
+    page = (root / "docs/clusters.md").read_text()
+    table = dict(re.findall(r"(?m)^\| ([^|]+) \| ([^|]+) \|", page))
+    every = load(root / "recipes/glm_swe.py").SCALES["glm5"].save_every
+    most = (every + 1) * time.step / 60
+    assert f"{seconds['checkpoint']:.0f} s beside a step of {time.step:.0f} s" in page
+    assert seconds["checkpoint"] < time.step  # so one more step is lost
+    assert table["lost steps, repeated"].endswith(f"at most {most:.0f}")
+    assert table["lost steps, repeated"].startswith(f"{most / 2:.0f} minutes")
+    minutes = {name: f"{one / 60:.1f} minutes" for name, one in seconds.items()}
+    assert table["servers read their checkpoint"].startswith(minutes["start of servers"])
+    resuming = "the trainer resumes: reads model and checkpoint, publishes a full version"
+    assert table[resuming] == minutes["resume"]
 
 
 def test_a_plan_prints_times_and_their_sources(root):

@@ -247,11 +247,14 @@ def test_names_lead_somewhere(manifests, trainer, server):
         assert volumes["memory"]["emptyDir"]["medium"] == "Memory"
         (container,) = pod["containers"]
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
-        assert container["envFrom"] == [
+        sources = [
             {"configMapRef": {"name": "settings"}},
             {"configMapRef": {"name": "network"}},
             {"secretRef": {"name": "api-key"}},  # made by hand: no key is in the repository
         ]
+        if container["name"] == "trainer":  # servers don't need the key of W&B
+            sources.append({"secretRef": {"name": "wandb", "optional": True}})
+        assert container["envFrom"] == sources
     assert ("PersistentVolumeClaim", "shared") in manifests
     assert not [name for kind, name in manifests if kind == "Secret"]
 

@@ -225,6 +225,7 @@ SCALES = {
 }
 
 TINY = ("tiny:", "taught:")  # what --model begins with to make a tiny model
+TAUGHT_VOCABULARY = 480  # of bugfix.rehearsal, which a plan must not need
 CONFIGS = Path(__file__).parent / "configs"
 
 # A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
@@ -481,11 +482,7 @@ def empty_model(args: Args) -> Any:
     if not args.model.startswith(TINY):
         return models.empty_model(args.model)
     kind, _, family = args.model.partition(":")
-    vocab_size = len(testing.chat_tokenizer())
-    if kind == "taught":
-        from bugfix import rehearsal
-
-        vocab_size = rehearsal.VOCABULARY
+    vocab_size = TAUGHT_VOCABULARY if kind == "taught" else len(testing.chat_tokenizer())
     model = testing.tiny_model(
         family, vocab_size=vocab_size, max_position_embeddings=args.context, seed=args.seed
     )

@@ -105,6 +105,7 @@ def test_the_taught_model_is_planned_without_being_taught(recipe, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     model = recipe.empty_model(recipe.Args())
     assert model.get_input_embeddings().weight.shape[0] == rehearsal.VOCABULARY
+    assert recipe.extras(recipe.Args(dry_run=True)) == []
     assert all(tensor.is_meta for tensor in model.parameters())
     tiny = recipe.empty_model(recipe.Args(model="tiny:glm4_moe"))
     assert not [*tmp_path.iterdir()]

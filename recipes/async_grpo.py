@@ -19,8 +19,10 @@ that only long runs need.
 import contextlib
 import importlib.util
 import itertools
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -121,6 +123,20 @@ def extras(args: Args) -> list[str]:
     if args.wandb:
         needed.append("wandb")
     return needed
+
+
+def check(args: Args) -> None:
+    """Refuse a model and a folder that the run can't use, before anything is loaded."""
+    track.require_model(args.model, flag="--model")
+    if args.weights_folder is not None:
+        folder = Path(args.weights_folder).absolute()
+        place = folder if folder.exists() else folder.parent
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            reason = "is not a folder that may be written" if place.exists() else "does not exist"
+            raise ValueError(
+                f"--weights-folder is {folder}, but {place} {reason}; pass a folder on a file "
+                "system that all hosts share, in one that exists and that this user may write"
+            )
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:
@@ -357,11 +373,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        track.command_line(
-            Args,
-            description=__doc__,
-            extras=extras,
-            check=lambda args: track.require_model(args.model, flag="--model"),
-        )
-    )
+    main(track.command_line(Args, description=__doc__, extras=extras, check=check))

@@ -17,9 +17,11 @@ SIGTERM save a checkpoint; ``--resume RUN_DIR`` continues the run.
 import contextlib
 import importlib.util
 import itertools
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -127,11 +129,20 @@ class Args:
 
 
 def check(args: Args) -> None:
-    """Refuse models that do not exist, before anything is loaded."""
+    """Refuse models and folders that the run can't use, before anything is loaded."""
     track.require_model(args.model, flag="--model")
     for teacher in args.teacher:
         if "://" not in teacher:
             track.require_model(teacher, flag="--teacher")
+    if args.weights_folder is not None:
+        folder = Path(args.weights_folder).absolute()
+        place = folder if folder.exists() else folder.parent
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            reason = "is not a folder that may be written" if place.exists() else "does not exist"
+            raise ValueError(
+                f"--weights-folder is {folder}, but {place} {reason}; pass a folder on a file "
+                "system that all hosts share, in one that exists and that this user may write"
+            )
 
 
 def extras(args: Args) -> list[str]:

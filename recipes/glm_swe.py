@@ -214,9 +214,8 @@ SCALES = {
         server_gpus=(8, 32),
         servers=12,
         max_num_seqs=96,
-        # 11 GB of a GPU stay outside, for CUDA's context and NCCL's buffers. Inside, vLLM also has
-        # activations and CUDA graphs, so not all of the 17.2 GB beside the weights of ep=8 can hold
-        # keys and values.
+        # The rest of a GPU is for CUDA's context and NCCL's buffers. --dry-run prints the room that
+        # weights, activations and CUDA graphs leave for keys and values ("KV room").
         gpu_memory_utilization=0.92,
         nodes=(16, 12),
         gpus_per_node=8,
@@ -226,6 +225,7 @@ SCALES = {
 }
 
 TINY = ("tiny:", "taught:")  # what --model begins with to make a tiny model
+TAUGHT_VOCABULARY = 480  # of bugfix.rehearsal, which a plan must not need
 CONFIGS = Path(__file__).parent / "configs"
 
 # A resumed run must keep these arguments: they determine the split of the tasks, or the checkpoint
@@ -265,11 +265,26 @@ def check(args: Args) -> None:
     if args.dry_run and args.config not in (None, *known):
         raise ValueError(f"--config is {args.config!r}; expected one of {', '.join(known)}")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if not args.dry_run and (ranks % args.ep or ranks % args.cp):
         raise ValueError(
             f"--ep is {args.ep} and --cp {args.cp}, on {ranks} ranks; expected divisors of the "
             "number of ranks, which torchrun --nproc-per-node sets"
         )
+    if not args.dry_run and args.shared_folder is None and ranks > ranks_here:
+        raise ValueError(
+            f"--shared-folder is not given, but {ranks_here} of {ranks} ranks are on this host; "
+            "pass a folder on a file system that all hosts share, for weights and expert routes"
+        )
+    if not args.dry_run and args.shared_folder is not None:
+        folder = Path(args.shared_folder).absolute()
+        place = folder if folder.exists() else folder.parent
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            reason = "is not a folder that may be written" if place.exists() else "does not exist"
+            raise ValueError(
+                f"--shared-folder is {folder}, but {place} {reason}; pass a folder on a file "
+                "system that all hosts share, in one that exists and that this user may write"
+            )
 
 
 def model_folder(args: Args) -> str:
@@ -458,16 +473,24 @@ def log_evaluation(run: Any, ended: Any) -> None:
     replay.discard(sample for one in played for sample in one.samples)
 
 
-def plan(args: Args) -> planning.Plan:
-    """Plan the run without starting it: what runs where, and whether it fits."""
-    folder = args.model
+def empty_model(args: Args) -> Any:
+    """Build the model of a run without values; nothing is written, and no tiny model is taught."""
     preset = SCALES[args.scale]
     of_another_model = args.model != preset.model and args.config == preset.config
     if args.config is not None and not of_another_model:
-        folder = str(CONFIGS / args.config)
-    elif folder.startswith(TINY):
-        untaught = folder.replace("taught:", "tiny:")
-        folder = model_folder(attrs.evolve(args, model=untaught))
+        return models.empty_model(CONFIGS / args.config)
+    if not args.model.startswith(TINY):
+        return models.empty_model(args.model)
+    kind, _, family = args.model.partition(":")
+    vocab_size = TAUGHT_VOCABULARY if kind == "taught" else len(testing.chat_tokenizer())
+    model = testing.tiny_model(
+        family, vocab_size=vocab_size, max_position_embeddings=args.context, seed=args.seed
+    )
+    return model.to("meta")
+
+
+def plan(args: Args) -> planning.Plan:
+    """Plan the run without starting it: what runs where, and whether it fits."""
 
     def trainer(model: Any, mesh: parallel.Mesh) -> torch.optim.Optimizer:
         prepare(model, mesh, args)
@@ -483,7 +506,7 @@ def plan(args: Args) -> planning.Plan:
         max_num_seqs=args.max_num_seqs,
     )
     return planning.plan_run(
-        lambda: models.empty_model(folder),
+        lambda: empty_model(args),
         trainer,
         layouts=[
             planning.TrainerLayout(

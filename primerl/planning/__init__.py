@@ -33,11 +33,13 @@ See ``docs/planning.md``.
 from primerl.planning.allowances import H200_BYTES, Allowances
 from primerl.planning.hardware import Hardware
 from primerl.planning.incompatibilities import Incompatibility, refused_pairs
+from primerl.planning.publication_time import PublicationTime
 from primerl.planning.report import Plan, differences
+from primerl.planning.rollout_time import PlannedStep
 from primerl.planning.run_plan import plan_run
 from primerl.planning.server_memory import ServerPlan, plan_server
 from primerl.planning.sizes import ModelSize, model_size
-from primerl.planning.step_time import PlannedPhase, PlannedStep, StepTime, plan_step
+from primerl.planning.step_time import PlannedPhase, StepTime, plan_step
 from primerl.planning.storage import StoragePlan, asked, plan_storage
 from primerl.planning.traffic import Traffic, plan_traffic
 from primerl.planning.trainer_memory import (
@@ -54,6 +56,7 @@ __all__ = [
     "H200_BYTES",
     "Hardware",
     "PlannedPhase",
+    "PublicationTime",
     "StepTime",
     "PlannedStep",
     "plan_step",

@@ -7,8 +7,8 @@ import attrs
 class Hardware:
     """Speeds of a GPU and of its links. The defaults are for one H200.
 
-    Sources: (a) NVIDIA's data sheet; (b) measured on one H200, docs/verified.md; (c) measured by
-    others, prime-rl's pull request 3341; (d) assumed, not measured.
+    Sources: (a) NVIDIA's data sheet; (b) measured on one H200 (docs/verified.md) or, what a CPU
+    does, on a CPU; (c) measured by others, prime-rl's pull request 3341; (d) assumed, not measured.
     """
 
     bf16: float = 989e12
@@ -43,6 +43,16 @@ class Hardware:
     """(c) Bytes/s that a GPU sends to other nodes, by RDMA."""
     disk: float = 2e9
     """(d) Bytes/s that a node writes to, or reads from, the shared file system."""
-    encoding: float = 1.1e9
-    """(b) Bytes/s of weights that a rank's thread compares, hashes and encodes as a delta: 0.81 GB
-    in 0.74 s, of a CPU (docs/weights.md)."""
+    copying: float = 10e9
+    """(b) Bytes/s that a process copies from a mapped file, on a CPU. (d) The same to a GPU,
+    because such memory isn't pinned."""
+    threads: int = 8
+    """Threads of each process for the following work: at most 8, so eight GPUs need 64 cores."""
+    encoding: float = 1.0e9
+    """(b) Bytes/s of weights that a thread compares, hashes and encodes as a delta, if 2% of the
+    words change; 2.2e9 if 0.6% do."""
+    patching: float = 2.6e9
+    """(b) Bytes/s of weights to which a thread applies a delta, if 2% of the words change; 8.8e9 if
+    0.6% do."""
+    hashing: float = 5e9
+    """(b) Bytes/s that a thread hashes when it reads them for the first time."""

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from primerl._common.optional import require
 from primerl.planning.incompatibilities import Incompatibility
 from primerl.planning.server_memory import ServerPlan
 from primerl.planning.sizes import ModelSize
-from primerl.planning.step_time import StepTime, step_rows
+from primerl.planning.step_time import StepTime
 from primerl.planning.storage import MARGIN, StoragePlan, asked
 from primerl.planning.traffic import Traffic
 from primerl.planning.trainer_memory import TrainerPlan
@@ -138,13 +138,56 @@ class Plan:
         yield (
             "Time, seconds",
             ["layout", "phase", "", "beside", "computed from"],
-            step_rows(self.times),
+            _step_rows(self.times),
+        )
+        yield (
+            "Publication, seconds",
+            ["layout", "phase", "a full version", "a delta", ""],
+            _publication_rows(self.times),
         )
         yield (
             "Refused combinations",
             ["", "", "reason"],
             [[*one.pair, one.reason] for one in self.refused_pairs],
         )
+
+
+def _step_rows(times: Mapping[str, StepTime]) -> list[list[str]]:
+    """Return the rows of a table of phases, for each layout."""
+    rows = []
+    for name, time in times.items():
+        rows += [
+            [name, one.name, f"{one.seconds:.1f}", one.beside or "", one.source]
+            for one in (*time.phases, *time.others)
+        ]
+        rows.append(
+            [name, "training", f"{time.training:.1f}", "", "phases that wait for each other"]
+        )
+        rows.append([name, "step", f"{time.step:.1f}", "", f"the longest: {time.longest}"])
+        longer = time.full_version_step - time.step
+        note = f"{longer:.1f} s longer than others" if longer else "as long as others"
+        rows.append([name, "step of a full version", f"{time.full_version_step:.1f}", "", note])
+    return rows
+
+
+def _publication_rows(times: Mapping[str, StepTime]) -> list[list[str]]:
+    """Return the rows of a table of a publication's phases, for each layout."""
+    rows = []
+    for name, time in times.items():
+        full, delta = (time.publications[kind] for kind in ("full", "delta"))
+        rows += [
+            [
+                name,
+                phase,
+                f"{seconds:.1f}",
+                f"{delta.phases[phase]:.1f}",
+                "training waits" if phase in full.start else "",
+            ]
+            for phase, seconds in full.phases.items()
+        ]
+        sums = [sum(one.phases.values()) for one in (full, delta)]
+        rows.append([name, "sum", *(f"{seconds:.1f}" for seconds in sums), ""])
+    return rows
 
 
 def _count(number: int) -> str:

@@ -12,9 +12,10 @@ from primerl.planning.allowances import Allowances
 from primerl.planning.hardware import Hardware
 from primerl.planning.incompatibilities import refused_pairs
 from primerl.planning.report import Plan
+from primerl.planning.rollout_time import PlannedStep
 from primerl.planning.server_memory import plan_server, published_layers
 from primerl.planning.sizes import model_size
-from primerl.planning.step_time import PlannedStep, plan_step
+from primerl.planning.step_time import plan_step
 from primerl.planning.storage import StoragePlan, plan_storage
 from primerl.planning.traffic import Traffic, plan_traffic
 from primerl.planning.trainer_memory import Prepare, TrainerLayout, TrainerPlan, plan_trainers
@@ -89,11 +90,15 @@ def plan_run(
     }
     published = next(iter(plans.values())).published
     traffic = plan_traffic(model, step_tokens=step_tokens, published=published)
+    layers = {
+        name: [sum(one) for one in published_layers(model, dtype=torch.bfloat16, quantize=quantize)]
+        for name, quantize in quantizers.items()
+    }
     storage = _storage(
         model,
         trainers[0],
         traffic,
-        quantizers,
+        layers,
         step_tokens=step_tokens,
         steps=steps,
         max_staleness=max_staleness,
@@ -107,6 +112,8 @@ def plan_run(
                 workload=workload,
                 pack_tokens=tokens,
                 fp8=form is not None,
+                gathered=layers["bf16"],
+                published=next(iter(layers.values())),
                 checkpoint_bytes=0 if storage is None else storage.checkpoint,
                 hardware=hardware,
             )
@@ -140,19 +147,16 @@ def _storage(
     model: nn.Module,
     trainer: TrainerPlan,
     traffic: Traffic,
-    quantizers: Mapping[str, fp8.CheckpointQuantizer | None],
+    layers: Mapping[str, Sequence[int]],
     **sizes: int,
 ) -> StoragePlan | None:
     """Plan the storage of a run whose first layout is ``trainer``; None if that was not measured.
 
-    Servers are updated in the first form of ``quantizers``. The trainer starts in the last one.
+    ``layers`` has the bytes of each layer by form. Servers are updated in the first form, and the
+    trainer starts in the last one.
     """
     if not trainer.ranks:
         return None
-    layers = {
-        name: [sum(one) for one in published_layers(model, dtype=torch.bfloat16, quantize=quantize)]
-        for name, quantize in quantizers.items()
-    }
     return plan_storage(
         trainer,
         traffic,

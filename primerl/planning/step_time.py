@@ -1,20 +1,17 @@
 """The time of a step by phases, from FLOPs, bytes and stated speeds."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import attrs
-import numpy as np
 
-from primerl import flops
+from primerl.planning.compute_time import compute_seconds, orthogonalized
 from primerl.planning.hardware import Hardware
+from primerl.planning.publication_time import PublicationTime, publication_times
+from primerl.planning.rollout_time import PlannedStep, rollout_seconds
 from primerl.planning.server_memory import ServerPlan
 from primerl.planning.traffic import Traffic
 from primerl.planning.trainer_memory import RankMemory, TrainerPlan
-
-NEWTON_SCHULZ = 5
-"""Iterations of Muon's orthogonalization."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,26 +27,6 @@ class PlannedPhase:
 
 
 @attrs.frozen(kw_only=True)
-class PlannedStep:
-    """The rollouts of a step, and their servers: assumptions, none of which a plan can know."""
-
-    rollouts: int
-    """Number of trained rollouts of a step."""
-    tokens: int
-    """Mean number of tokens of a rollout."""
-    sampled: float = 0.25
-    """Share of these that the model sampled; the others are prompts and results of tools."""
-    servers: int = 1
-    """Number of servers, each of them like the plan's first one."""
-    evaluated: int = 0
-    """Number of rollouts of an evaluation."""
-    steps_in_flight: int = 1
-    """Number of steps whose rollouts are played at once: ``max_staleness + 1``."""
-    max_num_seqs: int = 64
-    """Number of concurrent rollouts per GPU of a server."""
-
-
-@attrs.frozen(kw_only=True)
 class StepTime:
     """The time of a step, by phases."""
 
@@ -59,6 +36,8 @@ class StepTime:
     """Phases of some steps: checkpoints, resuming and evaluation."""
     micro_batches: int
     """Number of micro-batches of each rank."""
+    publications: dict[str, PublicationTime] = attrs.field(factory=dict)
+    """The phases of publishing a ``full`` version, and a ``delta``."""
 
     @property
     def training(self) -> float:
@@ -75,6 +54,14 @@ class StepTime:
         return max(self.training, *beside, 0.0)
 
     @property
+    def full_version_step(self) -> float:
+        """Seconds of a step beside which a full version is published.
+
+        The optimizer waits for the publication that its step began with.
+        """
+        return max(self.step, *(one.seconds for one in self.others if one.name == FULL_VERSION))
+
+    @property
     def longest(self) -> str:
         """What the step waits for: ``training``, or the phase beside it that takes longest."""
         beside = {one.name: one.seconds for one in self.phases if one.beside == "the step"}
@@ -87,6 +74,7 @@ class StepTime:
 
 
 PASSES = ("forward", "recomputation", "backward")
+FULL_VERSION = "publication, full version"
 
 
 def plan_step(
@@ -98,7 +86,10 @@ def plan_step(
     workload: PlannedStep,
     pack_tokens: int,
     fp8: bool,
+    gathered: Sequence[int],
+    published: Sequence[int],
     checkpoint_bytes: int = 0,
+    snapshot_every: int = 16,
     hardware: Hardware | None = None,
 ) -> StepTime:
     """Estimate the time of a step.
@@ -111,7 +102,11 @@ def plan_step(
         workload: the rollouts of a step.
         pack_tokens: the number of tokens of a micro-batch.
         fp8: whether products of the trainer are in FP8.
+        gathered: the bytes of each layer in 16 bits, as its owner receives it to publish it.
+        published: the bytes of each layer as it is published, as
+            ``checkpoint_tensors.layers_of`` divides the model.
         checkpoint_bytes: bytes of a checkpoint; 0 if none is written.
+        snapshot_every: every so many versions, one is published in full, as in ``weights.Disk``.
         hardware: the speeds of the machines; None: an H200.
     """
     speeds = hardware or Hardware()
@@ -121,7 +116,10 @@ def plan_step(
     forward, backward = compute_seconds(config, workload.tokens, speeds, fp8=fp8)
     each = workload.rollouts / layout.ranks
     again = {name: seconds for name, seconds in forward.items() if name != "head"}
-    compared = traffic.weights / layout.ranks
+    publications = publication_times(
+        layout, server, traffic, gathered=gathered, published=published, speeds=speeds
+    )
+    full_version = sum(publications["full"].beside.values())
     link, named = (speeds.network, "network") if layout.nodes > 1 else (speeds.nvlink, "NVLink")
     every = f"FLOPs as coded, {workload.rollouts} rollouts of {workload.tokens:,} tokens"
     phases = [
@@ -154,26 +152,23 @@ def plan_step(
         PlannedPhase(
             name="optimizer",
             seconds=2 * memory.host / speeds.pcie
-            + _orthogonalized(memory) / (speeds.bf16 * speeds.products),
+            + orthogonalized(memory) / (speeds.bf16 * speeds.products),
             source="states from host memory and back; PCIe; Newton-Schulz products",
         ),
         PlannedPhase(
             name="publication, start",
-            seconds=compared / link + compared / speeds.pcie,
-            source=f"a rank's layers gathered and copied to host memory; {named} and PCIe",
+            seconds=sum(publications["delta"].start.values()),
+            source=f"layers gathered, converted and copied to host memory; {named}, PCIe",
         ),
         PlannedPhase(
             name="publication",
-            seconds=compared / speeds.encoding
-            + traffic.weights_delta / layout.nodes / speeds.disk
-            + traffic.weights_delta / speeds.disk
-            + server.weights / speeds.pcie,
-            source="delta encoded, written by all nodes, read by each server's node, loaded",
+            seconds=sum(publications["delta"].beside.values()),
+            source=f"a delta of {traffic.weights_delta / 1e9:.1f} GB: see the table of its phases",
             beside="the step",
         ),
         PlannedPhase(
             name="rollouts",
-            seconds=_rollout_seconds(config, server, workload, workload.rollouts, speeds, fp8=fp8),
+            seconds=rollout_seconds(config, server, workload, workload.rollouts, speeds, fp8=fp8),
             source=(
                 f"{workload.servers * server.gpus} GPUs serve; prefill by FLOPs, decoding by bytes"
             ),
@@ -182,40 +177,32 @@ def plan_step(
     ]
     return StepTime(
         phases=tuple(phases),
-        others=tuple(_others(config, trainer, server, workload, checkpoint_bytes, speeds, fp8)),
+        others=(
+            PlannedPhase(
+                name=FULL_VERSION,
+                seconds=full_version,
+                source=f"{traffic.weights / 1e9:.1f} GB, every {snapshot_every}th version",
+                beside="the step",
+            ),
+            *_saving(trainer, checkpoint_bytes, speeds),
+            *_starting(
+                trainer,
+                server,
+                gathered=sum(gathered),
+                checkpoint_bytes=checkpoint_bytes,
+                publication=sum(publications["full"].phases.values()),
+                speeds=speeds,
+            ),
+            PlannedPhase(
+                name="evaluation",
+                seconds=rollout_seconds(
+                    config, server, workload, workload.evaluated, speeds, fp8=fp8
+                ),
+                source=f"{workload.evaluated} rollouts, like those of a step",
+            ),
+        ),
         micro_batches=micro_batches,
-    )
-
-
-def compute_seconds(
-    config: Any, tokens: int, speeds: Hardware, *, fp8: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of one GPU for a document, forward and backward, by part of the model."""
-    text = config.get_text_config()
-    parts = attrs.asdict(flops.breakdown(text, tokens), recurse=False)
-    own = {name: float(np.asarray(value)) for name, value in parts.items()}
-    sparse = own["indexer"] > 0
-    products = speeds.fp8_products if fp8 else speeds.products
-    attention = speeds.sparse_attention if sparse else speeds.attention
-    fractions = {
-        "attention_projections": products,
-        "mlp": products,
-        "experts": products * speeds.grouped,
-        "indexer": speeds.indexer,
-        "head": speeds.head,
-    }
-    # The backward pass has two products for each one forward, and computes scores again.
-    again = float(np.asarray(flops.backward(text, tokens)))
-    again -= 2 * (sum(own.values()) - own["indexer"])
-    forward = fractions | {"attention_scores": attention}
-    backward = fractions | {
-        "attention_scores": speeds.sparse_attention if sparse else speeds.attention_backward
-    }
-    twice = {name: 2 * size for name, size in own.items() if name != "indexer"}
-    twice["attention_scores"] += again
-    return (
-        {name: size / (speeds.bf16 * forward[name]) for name, size in own.items()},
-        {name: size / (speeds.bf16 * backward[name]) for name, size in twice.items()},
+        publications=publications,
     )
 
 
@@ -242,102 +229,43 @@ def _dispatched(config: Any, workload: PlannedStep, ep: int) -> float:
     return sent
 
 
-def _orthogonalized(memory: RankMemory) -> float:
-    """FLOPs of a rank's share of Muon's Newton-Schulz iterations."""
-    total = 0.0
-    for part in memory.parts:
-        if len(part.shape) < 2 or "embed" in part.name or "lm_head" in part.name:
-            continue
-        *stacked, a, b = part.shape
-        short, long = min(a, b), max(a, b)
-        share = math.prod(part.local_shape) / math.prod(part.shape)
-        products = 4 * short**2 * long + 2 * short**3
-        total += part.count * math.prod(stacked) * NEWTON_SCHULZ * products * share
-    return total
-
-
-def _rollout_seconds(
-    config: Any,
-    server: ServerPlan,
-    workload: PlannedStep,
-    rollouts: int,
-    speeds: Hardware,
-    *,
-    fp8: bool,
-) -> float:
-    """Seconds in which the servers play rollouts; their prefixes are cached."""
-    if not rollouts:
-        return 0.0
-    gpus = workload.servers * server.gpus
-    forward, _ = compute_seconds(config, workload.tokens, speeds, fp8=fp8)
-    prefill = (1 - workload.sampled) * rollouts * sum(forward.values()) / gpus
-    return prefill + rollouts * workload.tokens * workload.sampled / (
-        gpus * decoded_per_second(server, workload, speeds)
-    )
-
-
-def decoded_per_second(server: ServerPlan, workload: PlannedStep, speeds: Hardware) -> float:
-    """Return the tokens that a GPU decodes per second; each one reads weights, and a half cache.
-
-    A rollout has half of its tokens on average.
-    """
-    cached = workload.tokens / 2
-    most = server.kv_room / (server.kv_token * cached)
-    playing = workload.rollouts * workload.steps_in_flight / (workload.servers * server.gpus)
-    at_once = max(1.0, min(workload.max_num_seqs, most, playing))
-    read = server.weights + at_once * cached * server.kv_token
-    return at_once * speeds.memory * speeds.memory_fraction / read
-
-
-def _others(
-    config: Any,
-    trainer: TrainerPlan,
-    server: ServerPlan,
-    workload: PlannedStep,
-    checkpoint_bytes: int,
-    speeds: Hardware,
-    fp8: bool,
-) -> list[PlannedPhase]:
-    layout, memory = trainer.layout, trainer.ranks[0]
-    on_device = memory.parameters + memory.optimizer
-    written = checkpoint_bytes / layout.nodes / speeds.disk
+def _saving(trainer: TrainerPlan, checkpoint_bytes: int, speeds: Hardware) -> list[PlannedPhase]:
+    memory = trainer.ranks[0]
     return [
         PlannedPhase(
             name="checkpoint, start",
-            seconds=on_device / speeds.pcie,
+            seconds=(memory.parameters + memory.optimizer) / speeds.pcie,
             source="copied to host memory; PCIe",
         ),
         PlannedPhase(
             name="checkpoint",
-            seconds=written,
+            seconds=checkpoint_bytes / trainer.layout.nodes / speeds.disk,
             source="written by all nodes; disk",
             beside="the step",
-        ),
-        PlannedPhase(
-            name="resume",
-            seconds=written + on_device / speeds.pcie + server.published / speeds.disk,
-            source=(
-                "the checkpoint read by all nodes, a full publication by each server's node; disk"
-            ),
-        ),
-        PlannedPhase(
-            name="evaluation",
-            seconds=_rollout_seconds(config, server, workload, workload.evaluated, speeds, fp8=fp8),
-            source=f"{workload.evaluated} rollouts, like those of a step",
         ),
     ]
 
 
-def step_rows(times: Mapping[str, StepTime]) -> list[list[str]]:
-    """Return the rows of a table of phases, for each layout."""
-    rows = []
-    for name, time in times.items():
-        rows += [
-            [name, one.name, f"{one.seconds:.1f}", one.beside or "", one.source]
-            for one in (*time.phases, *time.others)
-        ]
-        rows.append(
-            [name, "training", f"{time.training:.1f}", "", "phases that wait for each other"]
-        )
-        rows.append([name, "step", f"{time.step:.1f}", "", f"the longest: {time.longest}"])
-    return rows
+def _starting(
+    trainer: TrainerPlan,
+    server: ServerPlan,
+    *,
+    gathered: int,
+    checkpoint_bytes: int,
+    publication: float,
+    speeds: Hardware,
+) -> list[PlannedPhase]:
+    memory, nodes = trainer.ranks[0], trainer.layout.nodes
+    read = (gathered + checkpoint_bytes) / nodes / speeds.disk
+    return [
+        PlannedPhase(
+            name="start of servers",
+            seconds=server.published / speeds.disk,
+            source="their checkpoint, read by each node; disk; without vLLM's own start",
+        ),
+        PlannedPhase(
+            name="resume",
+            seconds=read + (memory.parameters + memory.optimizer) / speeds.pcie + publication,
+            source="model and checkpoint, read by all nodes; a full version is published",
+        ),
+    ]

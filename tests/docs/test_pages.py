@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ import yaml
 from page_edits import edited, part, section
 
 import primerl
+from primerl.weights.verification.scoring import Prober
+from primerl.weights.verification.served_tensors import WeightReader
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")))]
@@ -81,6 +84,17 @@ def test_names_are_exported(page):
     for package, name in re.findall(names, text):  # without verl's own
         exports = importlib.import_module(f"primerl.{package}").__all__
         assert name in exports, f"{page} names {package}.{name}"
+
+
+@pytest.mark.parametrize(
+    "method", [Prober.probe, WeightReader.read_weights], ids=["probe", "read_weights"]
+)
+def test_the_page_of_engines_has_the_signatures_that_a_canary_calls(method):
+    _, *parameters = inspect.signature(method).parameters.values()
+    named = [f"{one.name}=..." for one in parameters if one.kind is one.KEYWORD_ONLY]
+    first = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    signature = f"{method.__name__}({', '.join([*first, '*', *named])})"
+    assert (ROOT / "docs/engines.md").read_text().count(signature) == 2
 
 
 def test_messages_under_troubleshooting_are_those_of_the_package():

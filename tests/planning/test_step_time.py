@@ -3,11 +3,14 @@
 import re
 import types
 
+import attrs
 import pytest
 from cluster_commands import planned
+from glm_swe_trainer import load
 
 from primerl import flops, planning, testing
-from primerl.planning.step_time import compute_seconds, decoded_per_second
+from primerl.planning.compute_time import compute_seconds
+from primerl.planning.rollout_time import decoded_per_second
 
 # Every speed is a round number, and every fraction 1.
 SPEEDS = planning.Hardware(
@@ -26,14 +29,18 @@ SPEEDS = planning.Hardware(
     nvlink=1e3,
     network=1e3,
     disk=1e3,
+    copying=1e3,
+    threads=2,
     encoding=1e3,
+    patching=1e3,
+    hashing=1e3,
 )
 SERVER = types.SimpleNamespace(gpus=2, weights=1000, published=2000, kv_token=10, kv_room=10_000)
 
 
-def time_of(**changed):
+def time_of(*, nodes=2, **changed):
     config = testing.tiny_model("llama").config
-    layout = planning.TrainerLayout(nodes=2, gpus_per_node=2)
+    layout = planning.TrainerLayout(nodes=nodes, gpus_per_node=2)
     rank = planning.RankMemory(
         rank=0,
         parameters=400,
@@ -52,9 +59,10 @@ def time_of(**changed):
         workload=workload,
         pack_tokens=100,
         fp8=False,
+        gathered=[8000, 4000, 2000, 1000, 1000],
+        published=[4000, 2000, 1000, 500, 500],
         checkpoint_bytes=6000,
-        hardware=SPEEDS,
-        **changed,
+        **{"hardware": SPEEDS} | changed,
     )
     return config, {one.name: one.seconds for one in (*found.phases, *found.others)}, found
 
@@ -73,13 +81,50 @@ def test_times_are_those_computed_by_hand():
     assert seconds["offloaded activations"] == 2 * 2 * 700 / 1e3
     assert seconds["optimizer"] == 2 * 300 / 1e3
     assert seconds["experts' dispatch"] == 0
-    assert seconds["publication, start"] == 2 * 2000 / 1e3
-    assert seconds["publication"] == 2000 / 1e3 + 200 / 1e3 + 400 / 1e3 + 1000 / 1e3
+    assert seconds["publication, start"] == 8 + 8000 * 16 / 1e6 + 4
+    assert seconds["publication"] == pytest.approx(2 + 0.3 + 0.4 + 2 + 2 + 1)
     assert seconds["checkpoint, start"] == 500 / 1e3
     assert seconds["checkpoint"] == 3000 / 1e3
-    assert seconds["resume"] == 3000 / 1e3 + 500 / 1e3 + 2000 / 1e3
+    assert seconds["start of servers"] == 2000 / 1e3
+    full = seconds["publication, full version"]
+    assert seconds["resume"] == pytest.approx(8 + 3 + 0.5 + seconds["publication, start"] + full)
     # The passes hide nothing of FSDP's traffic here, which takes longer.
-    assert found.training == pytest.approx(40 + 0.6 + 4)
+    assert found.training == pytest.approx(40 + 0.6 + 12.128)
+
+
+def test_publications_are_as_fast_as_the_rank_and_the_node_that_own_most():
+    """Rank 0 owns the layer of 4000 bytes, so node 0 owns 6000 of 8000; ranks 2 and 3 own 1000."""
+    _, _, found = time_of()
+    start = {"gather": 8.0, "convert": 8 * 16e-3, "copy to host memory": 4.0}
+    full = {"encode": 4 + 4, "write": 6, "read": 8, "patch and hash": 8 / 4, "pause": 1}
+    delta = {"encode": 4 / 2, "write": 0.3, "read": 0.4, "patch and hash": 2 + 2, "pause": 1}
+    for kind, beside in (("full", full), ("delta", delta)):
+        planned = found.publications[kind]
+        assert planned.start == pytest.approx(start)
+        assert planned.beside == pytest.approx(beside)
+
+
+def test_publications_on_one_host_are_files_in_its_memory():
+    _, _, found = time_of(nodes=1)
+    full = found.publications["full"].beside
+    assert full["write"] == 8 / 2  # by two ranks
+    assert full["read"] == 8 / 2  # by two workers
+
+
+def test_a_full_version_that_takes_longer_than_a_step_is_shown():
+    _, seconds, found = time_of()
+    full = seconds["publication, full version"]
+    assert full == 8 + 6 + 8 + 2 + 1
+    assert found.full_version_step == found.step > full
+    slow = attrs.evolve(SPEEDS, disk=1e2)
+    _, seconds, found = time_of(hardware=slow)
+    assert found.full_version_step == seconds["publication, full version"] == 8 + 60 + 80 + 2 + 1
+    plan = planning.Plan(
+        model=planning.model_size(testing.tiny_model("llama")), times={"here": found}
+    )
+    text = plan.text()
+    assert f"{found.full_version_step - found.step:.1f} s longer than others" in text
+    assert re.search(r"here +gather +8\.0 +8\.0 +training waits", text)
 
 
 def test_rollouts_share_a_gpu_as_far_as_there_are_rollouts_and_memory():
@@ -129,12 +174,51 @@ def test_the_page_says_what_is_planned(root, scale):
     said = {cells[1]: cells[1 + column] for cells in rows if len(cells) == 6}
     phases = {one.name: one.seconds for one in (*time.phases, *time.others)}
     phases |= {"training": time.training, "**step**": time.step}
+    phases |= {"step of a full version": time.full_version_step}
     for name, seconds in phases.items():
         assert said[name] == f"{seconds:.1f}", name
     sizes = {name: size for name, size in rank.by_name.items() if name != "optimizer"}
     sizes |= {"sum, of 150.1": rank.device}
     for name, size in sizes.items():
         assert said[name] == f"{size / 1e9:.1f}", name
+
+
+def test_the_page_of_weights_has_the_phases_of_the_plan(root):
+    """``planning.Hardware`` is the only table of bandwidths."""
+    plan = planned(root)
+    (time,) = plan.times.values()
+    full, delta = (time.publications[kind] for kind in ("full", "delta"))
+    page = (root / "docs/weights.md").read_text()
+    _, section = page.split("## At 744 billion parameters")
+    rows = [re.split(r" *\| *", line) for line in section.splitlines() if line.startswith("| ")]
+    said = {cells[1]: cells[3:5] for cells in rows if len(cells) == 6}
+    planned_s = {name: [full.phases[name], delta.phases[name]] for name in full.phases}
+    planned_s["sum"] = [sum(one.phases.values()) for one in (full, delta)]
+    for name, seconds in planned_s.items():
+        assert said[name] == [f"{one:.1f}" for one in seconds], name
+    assert f"longer than a step of {time.step:.0f} s" in section
+    assert f"at least {time.full_version_step:.0f} s" in " ".join(section.split())
+    (start,) = (one.seconds for one in time.phases if one.name == "publication, start")
+    assert f"| training | {start:.1f} s |" in page
+    unseen = [sum(one.beside.values()) - one.beside["pause"] for one in (delta, full)]
+    assert f"| {unseen[0]:.0f} s, or {unseen[1]:.0f} s in full |" in page
+
+
+def test_the_page_of_clusters_says_what_a_failure_costs(root):
+    (time,) = planned(root).times.values()
+    seconds = {one.name: one.seconds for one in (*time.phases, *time.others)}
+    page = (root / "docs/clusters.md").read_text()
+    table = dict(re.findall(r"(?m)^\| ([^|]+) \| ([^|]+) \|", page))
+    every = load(root / "recipes/glm_swe.py").SCALES["glm5"].save_every
+    most = (every + 1) * time.step / 60
+    assert f"{seconds['checkpoint']:.0f} s beside a step of {time.step:.0f} s" in page
+    assert seconds["checkpoint"] < time.step  # so one more step is lost
+    assert table["lost steps, repeated"].endswith(f"at most {most:.0f}")
+    assert table["lost steps, repeated"].startswith(f"{most / 2:.0f} minutes")
+    minutes = {name: f"{one / 60:.1f} minutes" for name, one in seconds.items()}
+    assert table["servers read their checkpoint"].startswith(minutes["start of servers"])
+    resuming = "the trainer resumes: reads model and checkpoint, publishes a full version"
+    assert table[resuming] == minutes["resume"]
 
 
 def test_a_plan_prints_times_and_their_sources(root):

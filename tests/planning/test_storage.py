@@ -69,6 +69,7 @@ def test_defaults_are_those_of_the_parts():
     planned = planning.plan_storage
     assert default(planned, "checkpoints") == default(checkpoint.Checkpoints, "keep")
     assert default(planned, "snapshot_every") == default(weights.Disk, "snapshot_every")
+    assert default(planning.plan_step, "snapshot_every") == default(planned, "snapshot_every")
     assert default(track.Run, "record_tokens") == storage.RECORD_TOKENS
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bugfix import rehearsal
 from conftest import make_sample
 from descendants import descendants
 from forked_ranks import forked_ranks
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from sandboxed import needed
 from waiting import until
 
-from primerl import parallel, replay, testing, track
+from primerl import models, parallel, replay, testing, track
 from primerl.types import Outcome, Rollout
 
 pytestmark = pytest.mark.thorough
@@ -89,6 +90,32 @@ def test_numbers_of_nodes_and_gpus_are_at_least_one(recipe, changed):
 def test_arguments_that_do_not_fit_are_refused(recipe, changed, message):
     with pytest.raises(ValueError, match=message):
         recipe.check(recipe.Args(**changed))
+
+
+def test_ranks_on_several_hosts_need_a_shared_folder(recipe, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--shared-folder is not given, but 2 of 4 ranks are on"):
+        recipe.check(recipe.Args())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    recipe.check(recipe.Args())
+
+
+def test_the_taught_model_is_planned_without_being_taught(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = recipe.empty_model(recipe.Args())
+    assert model.get_input_embeddings().weight.shape[0] == rehearsal.VOCABULARY
+    assert recipe.extras(recipe.Args(dry_run=True)) == []
+    assert all(tensor.is_meta for tensor in model.parameters())
+    tiny = recipe.empty_model(recipe.Args(model="tiny:glm4_moe"))
+    assert not [*tmp_path.iterdir()]
+
+    folder = recipe.model_folder(recipe.Args(model="tiny:glm4_moe"))
+    shapes = [
+        {name: tensor.shape for name, tensor in one.state_dict().items()}
+        for one in (models.empty_model(folder), tiny)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_under_torchrun_one_rank_prints_one_line_of_a_wrong_flag_and_one_help(root, tmp_path):
@@ -176,6 +203,7 @@ def test_the_rehearsal_trains(root, home):
         assert set(rewards) == {0.0, 1.0}
     before = load_file(home / "runs/models/taught-glm4_moe-0/model.safetensors")
     after = load_file(folder / "final/model.safetensors")
+    assert before["model.embed_tokens.weight"].shape[0] == rehearsal.VOCABULARY  # as planned
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     # The optimizer leaves out the router's bias, which has no gradient.

@@ -466,6 +466,39 @@ def test_a_recording_is_a_new_file_in_a_folder_that_exists(root, tmp_path):
     assert demo.Args(record=str(tmp_path / "groups")).record
 
 
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("async_grpo", "weights_folder"),
+        ("distill", "weights_folder"),
+        ("glm_swe", "shared_folder"),
+    ],
+)
+def test_a_folder_for_weights_that_cannot_be_written_is_refused(root, name, field, tmp_path):
+    recipe = load(root, name)
+    needed = NEEDED[name] | {"model": str(tmp_path)} | {"ep": 1, "cp": 1}
+    if name == "distill":
+        needed["teacher"] = ("http://teacher:8000",)
+    (tmp_path / "a-file").touch()
+    (tmp_path / "config.json").touch()
+
+    def check(folder):
+        recipe.check(recipe.Args(**needed, **{field: str(folder)}))
+
+    flag = f"--{field.replace('_', '-')} is {tmp_path}"
+    with pytest.raises(
+        ValueError, match=f"{flag}/no/weights, but {tmp_path}/no does not exist; pa"
+    ):
+        check(tmp_path / "no" / "weights")
+    with pytest.raises(ValueError, match=f"but {tmp_path}/a-file is not a folder that may be writ"):
+        check(tmp_path / "a-file" / "weights")
+    with pytest.raises(ValueError, match=f"but {tmp_path}/a-file is not a folder that may be writ"):
+        check(tmp_path / "a-file")
+    check(tmp_path / "weights")
+    check(tmp_path)
+    assert not (tmp_path / "weights").exists()  # the run makes it
+
+
 @pytest.mark.parametrize("name", ["async_grpo", "sync_grpo"])
 def test_a_run_folder_and_another_to_resume_are_refused(root, name, tmp_path):
     args = load(root, name).Args

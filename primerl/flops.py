@@ -287,7 +287,7 @@ def layer_configs(config: Any) -> list[Any]:
 
 def _attention(config: Any, index: int) -> dict[str, Any]:
     hidden, heads = config.hidden_size, config.num_attention_heads
-    keys = _window(config, index)
+    keys = visible_keys(config, index)
     if getattr(config, "kv_lora_rank", None) is None:
         layer_heads = getattr(config, "num_attention_heads_per_layer", None)
         heads = layer_heads[index] if layer_heads else heads
@@ -354,7 +354,7 @@ def _idle_heads(config: Any, size: int) -> int:
     return int(idle * 2 * config.hidden_size * config.num_key_value_heads * size)
 
 
-def _window(config: Any, index: int) -> float:
+def visible_keys(config: Any, index: int) -> float:
     """Return the largest number of keys that a query of this layer sees."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

@@ -1,4 +1,4 @@
-"""The time in which servers play the rollouts of a step."""
+"""The time in which servers play rollouts."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import attrs
 
 from primerl.planning.compute_time import compute_seconds
 from primerl.planning.hardware import Hardware
+from primerl.planning.kv_cache import kv_bytes, kv_read
 from primerl.planning.server_memory import ServerPlan
 
 
@@ -33,30 +34,49 @@ def rollout_seconds(
     config: Any,
     server: ServerPlan,
     workload: PlannedStep,
-    rollouts: int,
     speeds: Hardware,
     *,
+    rollouts: int,
     fp8: bool,
 ) -> float:
-    """Return the seconds in which the servers play rollouts; their prefixes are cached."""
+    """Return the seconds in which the servers play rollouts that begin at the same time.
+
+    Let n be how many of them a GPU plays at once: its share, but at most ``max_num_seqs`` and as
+    many as its KV cache holds. The seconds are
+
+        max(1, rollouts / GPUs) (prefill of a rollout)
+        + max(1, rollouts / (n GPUs)) (sampled tokens of a rollout) (a decoding step of n rollouts)
+
+    Assumed: a rollout stays on one GPU, which computes its prefill alone, and its tokens are
+    decoded one after another. So idle GPUs don't help, and few rollouts take as long as one.
+    Prefixes are cached. Each decoding step reads all weights of a GPU, on all GPUs in parallel, and
+    what attention reads of the KV cache. A rollout has half of its tokens on average.
+    """
     if not rollouts:
         return 0.0
     gpus = workload.servers * server.gpus
     forward, _ = compute_seconds(config, workload.tokens, speeds, fp8=fp8)
-    prefill = (1 - workload.sampled) * rollouts * sum(forward.values()) / gpus
-    return prefill + rollouts * workload.tokens * workload.sampled / (
-        gpus * decoded_per_second(server, workload, speeds)
-    )
+    prefill = (1 - workload.sampled) * sum(forward.values())
+    at_once = _played_at_once(config, server, workload, -(-rollouts // gpus))
+    sampled = workload.tokens * workload.sampled
+    step = decoding_step_seconds(config, server, workload, speeds, at_once=at_once)
+    return max(1, rollouts / gpus) * prefill + max(1, rollouts / (at_once * gpus)) * sampled * step
 
 
-def decoded_per_second(server: ServerPlan, workload: PlannedStep, speeds: Hardware) -> float:
-    """Return the tokens that a GPU decodes per second; each one reads weights, and a half cache.
+def _played_at_once(config: Any, server: ServerPlan, workload: PlannedStep, share: int) -> float:
+    """Return how many of its share of rollouts a GPU plays at once."""
+    cache = kv_bytes(config, server.kv_cache_dtype, tokens=_cached(workload))
+    fitting = server.kv_room / max(cache, 1)
+    return max(1.0, min(share, workload.max_num_seqs, fitting))
 
-    A rollout has half of its tokens on average.
-    """
-    cached = workload.tokens / 2
-    most = server.kv_room / (server.kv_token * cached)
-    playing = workload.rollouts * workload.steps_in_flight / (workload.servers * server.gpus)
-    at_once = max(1.0, min(workload.max_num_seqs, most, playing))
-    read = server.weights + at_once * cached * server.kv_token
-    return at_once * speeds.memory * speeds.memory_fraction / read
+
+def decoding_step_seconds(
+    config: Any, server: ServerPlan, workload: PlannedStep, speeds: Hardware, *, at_once: float
+) -> float:
+    """Return the seconds in which a GPU decodes a token of each rollout that it plays."""
+    cache = kv_read(config, server.kv_cache_dtype, tokens=_cached(workload))
+    return (server.weights + at_once * cache) / (speeds.memory * speeds.memory_fraction)
+
+
+def _cached(workload: PlannedStep) -> int:
+    return max(1, workload.tokens // 2)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -16,12 +16,9 @@ from primerl._common.checkpoint_tensors import (
     wire_dtypes,
 )
 from primerl._common.expert_modules import expert_modules
-from primerl.flops import layer_configs
+from primerl.planning.kv_cache import KVDtype, kv_bytes
 from primerl.planning.trainer_memory import GIB
 
-KVDtype = Literal["auto", "fp8"]
-# vLLM quantizes latents and indexers' keys with one float32 scale per this many entries.
-QUANTIZED = 128
 _NUMBER = re.compile(r"\d+")
 
 
@@ -36,13 +33,14 @@ class ServerPlan:
     published: int
     """Bytes of all weights, as one publication."""
     kv_token: int
-    """Bytes of KV cache per token: keys, values and an indexer's keys."""
+    """Bytes of KV cache per token of a sequence of ``max_model_len`` tokens, rounded up."""
     kv_asked: int
     """Bytes of KV cache per GPU for ``max_num_seqs`` sequences of ``max_model_len`` tokens."""
     kv_room: int
     """Bytes per GPU that are left for the KV cache; vLLM preempts sequences that don't fit."""
     kv_tokens: int
-    """Number of tokens per GPU whose KV cache fits."""
+    """Number of tokens per GPU whose KV cache fits, in sequences of ``max_model_len`` tokens."""
+    kv_cache_dtype: KVDtype = "auto"
     refusal: str | None = None
     """The constraint that the server violates; None if it fits."""
 
@@ -81,8 +79,7 @@ def plan_server(
     """
     experts, others = published_bytes(model, dtype=dtype, quantize=quantize)
     weights = -(-experts // ep) + others
-    token = kv_bytes(model.config, kv_cache_dtype)
-    asked = max_model_len * max_num_seqs * token
+    sequence = kv_bytes(model.config, kv_cache_dtype, tokens=max_model_len)
     room = int(gpu_bytes * gpu_memory_utilization) - reserved - weights
     counts = {len(next(module.parameters())) for module in expert_modules(model).values()}
     refusal = None
@@ -95,20 +92,21 @@ def plan_server(
             f"memory: weights take {weights / GIB:.1f} GiB, but vLLM uses only "
             f"{gpu_bytes * gpu_memory_utilization / GIB:.1f} GiB of a GPU"
         )
-    elif room < max_model_len * token:
+    elif room < sequence:
         refusal = (
-            f"memory: a sequence of {max_model_len} tokens takes {max_model_len * token / GIB:.1f} "
-            f"GiB of KV cache, but weights leave only {room / GIB:.1f}"
+            f"memory: a sequence of {max_model_len} tokens takes {sequence / GIB:.1f} GiB of KV "
+            f"cache, but weights leave only {room / GIB:.1f}"
         )
     return ServerPlan(
         gpus=gpus,
         ep=ep,
         weights=weights,
         published=experts + others,
-        kv_token=token,
-        kv_asked=asked,
+        kv_token=-(-sequence // max_model_len),
+        kv_asked=max_num_seqs * sequence,
         kv_room=room,
-        kv_tokens=max(room, 0) // token,
+        kv_tokens=max(room, 0) * max_model_len // max(sequence, 1),
+        kv_cache_dtype=kv_cache_dtype,
         refusal=refusal,
     )
 
@@ -160,38 +158,3 @@ def _sent(
         if kind not in seen:
             seen[kind] = [piece] if quantize is None else [*quantize(own, piece).values()]
         yield from seen[kind]
-
-
-def kv_bytes(config: Any, kv_cache_dtype: KVDtype = "auto") -> int:
-    """Return the bytes of KV cache per token in vLLM 0.32, over all layers.
-
-    Latent attention keeps a latent and a rotated key, in FP8 with one byte per number. With an
-    indexer, FP8 means FlashMLA's sparse format: the latent with its scales, the rotated key in 16
-    bits, and the indexer's key in FP8 with its scale.
-
-    Raises:
-        ValueError: the config has neither sizes of keys and values nor of latents.
-    """
-    text = config.get_text_config()
-    layers = text.num_hidden_layers
-    number = 1 if kv_cache_dtype == "fp8" else 2
-    if getattr(text, "kv_lora_rank", None) is None:
-        return number * sum(2 * _key_size(layer) for layer in layer_configs(text))
-    latent, rope = text.kv_lora_rank, text.qk_rope_head_dim
-    sparse = getattr(text, "index_topk", None) is not None
-    each = number * (latent + rope)
-    if sparse and kv_cache_dtype == "fp8":
-        each = latent + 4 * (latent // QUANTIZED) + 2 * rope
-    total = layers * each
-    if sparse:
-        kinds = getattr(text, "indexer_types", None) or ["full"] * layers
-        size = text.index_head_dim
-        total += sum(kind == "full" for kind in kinds) * (size + 4 * (size // QUANTIZED))
-    return int(total)
-
-
-def _key_size(layer: Any) -> int:
-    """Return how many numbers a token's keys have in a layer, over all heads."""
-    size = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-    return int(size * heads)

@@ -120,6 +120,10 @@ def plan_step(
         layout, server, traffic, gathered=gathered, published=published, speeds=speeds
     )
     full_version = sum(publications["full"].beside.values())
+
+    def played(rollouts: int) -> float:
+        return rollout_seconds(config, server, workload, speeds, rollouts=rollouts, fp8=fp8)
+
     link, named = (speeds.network, "network") if layout.nodes > 1 else (speeds.nvlink, "NVLink")
     every = f"FLOPs as coded, {workload.rollouts} rollouts of {workload.tokens:,} tokens"
     phases = [
@@ -168,9 +172,10 @@ def plan_step(
         ),
         PlannedPhase(
             name="rollouts",
-            seconds=rollout_seconds(config, server, workload, workload.rollouts, speeds, fp8=fp8),
+            seconds=played(workload.rollouts * workload.steps_in_flight) / workload.steps_in_flight,
             source=(
-                f"{workload.servers * server.gpus} GPUs serve; prefill by FLOPs, decoding by bytes"
+                f"{workload.servers * server.gpus} GPUs serve {workload.steps_in_flight} steps at "
+                "once; prefill by FLOPs, decoding by bytes"
             ),
             beside="the step",
         ),
@@ -195,9 +200,7 @@ def plan_step(
             ),
             PlannedPhase(
                 name="evaluation",
-                seconds=rollout_seconds(
-                    config, server, workload, workload.evaluated, speeds, fp8=fp8
-                ),
+                seconds=played(workload.evaluated),
                 source=f"{workload.evaluated} rollouts, like those of a step",
             ),
         ),

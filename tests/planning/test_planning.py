@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import fp8, models, optim, parallel, planning, testing
-from primerl.planning.server_memory import kv_bytes
+from primerl.planning.kv_cache import kv_bytes
 from primerl.testing.families import tiny_family
 
 GB = 10**9

@@ -1,7 +1,6 @@
 """Seconds by hand, and those of the flagship's scales, which its page repeats."""
 
 import re
-import types
 
 import attrs
 import pytest
@@ -10,7 +9,7 @@ from glm_swe_trainer import load
 
 from primerl import flops, planning, testing
 from primerl.planning.compute_time import compute_seconds
-from primerl.planning.rollout_time import decoded_per_second
+from primerl.planning.rollout_time import rollout_seconds
 
 # Every speed is a round number, and every fraction 1.
 SPEEDS = planning.Hardware(
@@ -35,10 +34,20 @@ SPEEDS = planning.Hardware(
     patching=1e3,
     hashing=1e3,
 )
-SERVER = types.SimpleNamespace(gpus=2, weights=1000, published=2000, kv_token=10, kv_room=10_000)
+CACHE = 2 * 2 * 2 * 8 * 2  # bytes per token of LLAMA: layers, keys and values, heads, 16 bits
+SERVER = planning.ServerPlan(
+    gpus=2,
+    ep=2,
+    weights=1000,
+    published=2000,
+    kv_token=CACHE,
+    kv_asked=0,
+    kv_room=20 * 50 * CACHE,
+    kv_tokens=1000,
+)
 
 
-def time_of(*, nodes=2, **changed):
+def time_of(*, nodes=2, steps_in_flight=1, **changed):
     config = testing.tiny_model("llama").config
     layout = planning.TrainerLayout(nodes=nodes, gpus_per_node=2)
     rank = planning.RankMemory(
@@ -50,7 +59,9 @@ def time_of(*, nodes=2, **changed):
         unsharded=5000,
         activations_on_host=700,
     )
-    workload = planning.PlannedStep(rollouts=8, tokens=100, evaluated=2)
+    workload = planning.PlannedStep(
+        rollouts=8, tokens=100, evaluated=2, steps_in_flight=steps_in_flight
+    )
     found = planning.plan_step(
         config,
         planning.TrainerPlan(layout=layout, ranks=[rank]),
@@ -127,17 +138,46 @@ def test_a_full_version_that_takes_longer_than_a_step_is_shown():
     assert re.search(r"here +gather +8\.0 +8\.0 +training waits", text)
 
 
+def played(rollouts, *, config=None, **changed):
+    """Seconds of rollouts of 100 tokens, 25 of them sampled, without prefill."""
+    config = config or testing.tiny_model("llama").config
+    workload = planning.PlannedStep(**{"rollouts": 8, "tokens": 100} | changed)
+    speeds = attrs.evolve(SPEEDS, bf16=1e30)
+    return rollout_seconds(config, SERVER, workload, speeds, rollouts=rollouts, fp8=False)
+
+
 def test_rollouts_share_a_gpu_as_far_as_there_are_rollouts_and_memory():
-    workload = planning.PlannedStep(rollouts=8, tokens=100)
-    # 8 rollouts on 2 GPUs, each with 50 tokens on average.
-    assert decoded_per_second(SERVER, workload, SPEEDS) == 4 * 1e6 / (1000 + 4 * 50 * 10)
-    more = planning.PlannedStep(rollouts=8, tokens=100, steps_in_flight=100)
-    assert decoded_per_second(SERVER, more, SPEEDS) == 20 * 1e6 / (1000 + 20 * 50 * 10)
-    _, seconds, found = time_of()
-    prefill = 0.75 * 8 * float(flops.forward(testing.tiny_model("llama").config, 100)) / 1e9 / 2
-    assert seconds["rollouts"] == pytest.approx(prefill + 200 / (2 * 4 * 1e6 / 3000))
-    assert seconds["evaluation"] == pytest.approx(seconds["rollouts"] / 4)
+    # Each rollout has 50 tokens on average. A step reads 1000 bytes of weights, at 1e6 bytes/s.
+    assert played(8) == pytest.approx(25 * (1000 + 4 * 50 * CACHE) / 1e6)
+    assert played(9) == pytest.approx(25 * (1000 + 5 * 50 * CACHE) / 1e6)
+    # 20 rollouts fit into each of two GPUs.
+    full = 25 * (1000 + 20 * 50 * CACHE) / 1e6
+    assert played(80) == pytest.approx(2 * full)
+    assert played(80, max_num_seqs=8) == pytest.approx(5 * 25 * (1000 + 8 * 50 * CACHE) / 1e6)
+
+
+def test_idle_gpus_do_not_make_a_rollout_faster():
+    serial = 25 * (1000 + 50 * CACHE) / 1e6
+    assert played(1) == played(2) == played(1, servers=12) == pytest.approx(serial)
+    assert played(1, steps_in_flight=9) == pytest.approx(serial)
+
+
+def test_a_step_has_its_share_of_the_steps_that_are_played_at_once():
+    config, seconds, found = time_of(steps_in_flight=3)
+    prefill = 0.75 * float(flops.forward(config, 100)) / 1e9
+    step = (1000 + 12 * 50 * CACHE) / 1e6  # 24 rollouts on 2 GPUs
+    assert seconds["rollouts"] == pytest.approx((12 * prefill + 25 * step) / 3)
+    # Two rollouts, one on each GPU.
+    assert seconds["evaluation"] == pytest.approx(prefill + 25 * (1000 + 50 * CACHE) / 1e6)
     assert found.longest == "training"
+
+
+def test_decoding_with_an_indexer_reads_its_keys_and_the_chosen_latents():
+    config = testing.tiny_model("glm_moe_dsa", index_topk=8).config
+    latent = 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
+    key = config.index_head_dim + 4 * (config.index_head_dim // 128)
+    read = config.num_hidden_layers * (8 * latent + 50 * key)
+    assert played(2, config=config) == pytest.approx(25 * (1000 + read) / 1e6)
 
 
 def test_a_slow_phase_beside_the_step_is_what_it_waits_for():

@@ -277,6 +277,16 @@ def _layers(config: Any) -> list[_Layer]:
     ]
 
 
+def chosen_experts(config: Any) -> list[int]:
+    """Return how many routed experts each layer chooses for a token; 0 for dense layers.
+
+    Raises:
+        ValueError: as for ``parameters``.
+    """
+    config = _language_model(config)
+    return [_chosen(layer, index) for index, layer in enumerate(layer_configs(config))]
+
+
 def layer_configs(config: Any) -> list[Any]:
     """Return the config of each layer: the model's own, unless its layers differ."""
     count = config.num_hidden_layers
@@ -385,23 +395,33 @@ def _feed_forward(config: Any, index: int) -> dict[str, int]:
     """Return the weights of a feed-forward layer: 3 matrices per MLP or expert, 2 without gates."""
     hidden, family = config.hidden_size, _family(config)
     matrices = 2 if family in NOT_GATED else 3
-    experts = _first(config, "n_routed_experts", "num_local_experts", "num_experts",
-                     "moe_num_experts")  # fmt: skip
+    active = _chosen(config, index)
     # Gemma's per-layer embeddings are projected from the hidden state, and back into it.
     layer_embeddings = 3 * hidden * _first(config, "hidden_size_per_layer_input")
-    if not experts or not _has_experts(config, index):
+    if not active:
         if family in ("gpt2", "gpt_bigcode"):
             size = getattr(config, "n_inner", None) or 4 * hidden
         else:
             size = _need(config, "intermediate_size", "ffn_dim", "dff")
         return {"mlp": matrices * hidden * size + layer_embeddings}
     expert = 3 * hidden * _need(config, "moe_intermediate_size", "intermediate_size")
-    active = _need(config, "num_experts_per_tok", "moe_topk")
-    active = active[index] if isinstance(active, list | tuple) else active
+    experts = _routed_experts(config)
     return {
         "experts": active * expert + _shared_experts(config, expert) + hidden * experts,
         "idle_experts": (experts - active) * expert,
     }
+
+
+def _routed_experts(config: Any) -> int:
+    return _first(config, "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+
+
+def _chosen(config: Any, index: int) -> int:
+    """Return how many routed experts a layer chooses for a token; 0 if it is dense."""
+    if not _routed_experts(config) or not _has_experts(config, index):
+        return 0
+    chosen = _need(config, "num_experts_per_tok", "moe_topk")
+    return int(chosen[index] if isinstance(chosen, list | tuple) else chosen)
 
 
 def _shared_experts(config: Any, expert: int) -> int:

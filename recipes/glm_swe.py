@@ -522,6 +522,7 @@ def plan(args: Args) -> planning.Plan:
         gpu_bytes=args.gpu_bytes,
         max_num_seqs=args.max_num_seqs,
         gpu_memory_utilization=args.gpu_memory_utilization or 0.9,
+        dtype=getattr(torch, args.dtype),
         form=fp8_format(args),
         workload=workload if on_gpus else None,
         allowances=planning.Allowances() if on_gpus else None,

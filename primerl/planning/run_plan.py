@@ -34,6 +34,7 @@ def plan_run(
     gpu_bytes: int,
     max_num_seqs: int,
     gpu_memory_utilization: float = 0.9,
+    dtype: torch.dtype = torch.bfloat16,
     form: fp8.Format | None = None,
     workload: PlannedStep | None = None,
     allowances: Allowances | None = None,
@@ -53,6 +54,7 @@ def plan_run(
         gpu_bytes: memory per GPU.
         max_num_seqs: the number of concurrent rollouts per GPU of a server.
         gpu_memory_utilization: the fraction of a GPU's memory that vLLM uses.
+        dtype: dtype that the trainer's layers compute in, as in ``parallel.shard``.
         form: the format of the FP8 checkpoint that is served; None: servers hold bfloat16.
         workload: the rollouts of a step, for its time; None: no times.
         allowances: what a GPU needs beside tensors; None: nothing.
@@ -69,7 +71,13 @@ def plan_run(
             "of each, and at least one GPU per server"
         )
     trainers = plan_trainers(
-        build, prepare, layouts, tokens=tokens, gpu_bytes=gpu_bytes, allowances=allowances
+        build,
+        prepare,
+        layouts,
+        tokens=tokens,
+        gpu_bytes=gpu_bytes,
+        dtype=dtype,
+        allowances=allowances,
     )
     model = build()
     quantizers = _quantizers(model, form)
@@ -112,6 +120,7 @@ def plan_run(
                 workload=workload,
                 pack_tokens=tokens,
                 fp8=form is not None,
+                dtype=dtype,
                 gathered=layers["bf16"],
                 published=next(iter(layers.values())),
                 checkpoint_bytes=0 if storage is None else storage.checkpoint,

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import attrs
+import torch
 
+from primerl import flops
 from primerl.planning.compute_time import compute_seconds, orthogonalized
 from primerl.planning.hardware import Hardware
 from primerl.planning.publication_time import PublicationTime, publication_times
 from primerl.planning.rollout_time import PlannedStep, rollout_seconds
 from primerl.planning.server_memory import ServerPlan
 from primerl.planning.traffic import Traffic
-from primerl.planning.trainer_memory import RankMemory, TrainerPlan
+from primerl.planning.trainer_memory import TrainerLayout, TrainerPlan
 
 
 @attrs.frozen(kw_only=True)
@@ -88,6 +90,7 @@ def plan_step(
     fp8: bool,
     gathered: Sequence[int],
     published: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
     checkpoint_bytes: int = 0,
     snapshot_every: int = 16,
     hardware: Hardware | None = None,
@@ -105,6 +108,7 @@ def plan_step(
         gathered: the bytes of each layer in 16 bits, as its owner receives it to publish it.
         published: the bytes of each layer as it is published, as
             ``checkpoint_tensors.layers_of`` divides the model.
+        dtype: dtype that the trainer's layers compute in.
         checkpoint_bytes: bytes of a checkpoint; 0 if none is written.
         snapshot_every: every so many versions, one is published in full, as in ``weights.Disk``.
         hardware: the speeds of the machines; None: an H200.
@@ -134,17 +138,11 @@ def plan_step(
             source="forward, without the head",
         ),
         PlannedPhase(name="backward", seconds=each * sum(backward.values()), source=every),
-        PlannedPhase(
-            name="experts' dispatch",
-            seconds=_dispatched(config, workload, layout.ep) / layout.ranks / speeds.nvlink,
-            source="tokens to their experts and back, three passes, NVLink",
-        ),
+        _dispatch(config, workload, layout, dtype, speeds),
         PlannedPhase(
             name="FSDP's traffic",
-            seconds=micro_batches * _gathered(memory) / link,
-            source=(
-                f"{micro_batches} micro-batches: parameters twice, gradients in float32; {named}"
-            ),
+            seconds=micro_batches * (2 * memory.unsharded + memory.unreduced) / link,
+            source=f"{micro_batches} micro-batches: parameters twice, gradients once; {named}",
             beside="passes",
         ),
         PlannedPhase(
@@ -209,27 +207,42 @@ def plan_step(
     )
 
 
-def _gathered(memory: RankMemory) -> int:
-    """Bytes that a rank receives for a micro-batch.
-
-    Parameters are gathered in each pass, in 16 bits. Gradients are reduced in 32 bits.
-    """
-    gathered, reduced = 2 * memory.unsharded, 2 * memory.unsharded
-    return gathered + reduced
-
-
-def _dispatched(config: Any, workload: PlannedStep, ep: int) -> float:
-    """Bytes of tokens that all ranks send to other ranks' experts, in 16 bits."""
-    text = config.get_text_config()
-    k = getattr(text, "num_experts_per_tok", 0) or 0
-    if ep == 1 or not k:
-        return 0.0
-    dense = getattr(text, "first_k_dense_replace", 0) or 0
-    layers = text.num_hidden_layers - dense
+def _dispatched(config: Any, workload: PlannedStep, dtype: torch.dtype) -> int:
+    """Bytes of tokens that all ranks send to their chosen experts, and back, in three passes."""
+    chosen = sum(flops.chosen_experts(config))
     there_and_back, passes = 2, 3
-    rows: float = workload.rollouts * workload.tokens * k * (ep - 1) / ep
-    sent: float = rows * text.hidden_size * 2 * layers * there_and_back * passes
-    return sent
+    row: int = config.get_text_config().hidden_size * dtype.itemsize
+    return workload.rollouts * workload.tokens * chosen * row * there_and_back * passes
+
+
+def _dispatch(
+    config: Any, workload: PlannedStep, layout: TrainerLayout, dtype: torch.dtype, speeds: Hardware
+) -> PlannedPhase:
+    """The phase of experts' dispatch.
+
+    Tokens are spread evenly over the ``ep`` ranks of a group, which are consecutive. What goes to
+    other nodes takes the network. The group whose ranks are on most nodes determines the time.
+    """
+    sent = _dispatched(config, workload, dtype) / layout.ranks
+    far = max(_far_ranks(layout, rank) for rank in range(layout.ranks))
+    near = layout.ep - 1 - far
+    source = "tokens to their experts and back, three passes"
+    if far:
+        links = f"{far / layout.ep:.0%} of them by network, {near / layout.ep:.0%} by NVLink"
+    else:
+        links = "NVLink"
+    return PlannedPhase(
+        name="experts' dispatch",
+        seconds=sent / layout.ep * (near / speeds.nvlink + far / speeds.network),
+        source=f"{source}; {links}",
+    )
+
+
+def _far_ranks(layout: TrainerLayout, rank: int) -> int:
+    """Return how many ranks that share experts with this one are on other nodes."""
+    first = rank - rank % layout.ep
+    group = range(first, first + layout.ep)
+    return sum(one // layout.gpus_per_node != rank // layout.gpus_per_node for one in group)
 
 
 def _saving(trainer: TrainerPlan, checkpoint_bytes: int, speeds: Hardware) -> list[PlannedPhase]:

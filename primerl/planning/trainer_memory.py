@@ -84,6 +84,9 @@ class RankMemory:
     """Activations in host memory, if they are offloaded."""
     unsharded: int = 0
     """Bytes of all parameters that this rank gathers in a forward pass."""
+    unreduced: int = 0
+    """Bytes of all gradients that this rank reduces in a backward pass, in the dtype of the
+    reduction."""
     allowed: dict[str, int] = attrs.field(factory=dict)
     """What is allowed for beside tensors, by name (``Allowances``)."""
     parts: tuple[ParameterShare, ...] = attrs.field(default=(), repr=False)
@@ -243,7 +246,8 @@ def rank_memory(
     tensors = [*model.parameters(), *model.buffers()]
     trained = [one for one in model.parameters() if one.requires_grad]
     states, host = _optimizer_bytes(optimizer)
-    gathered, reduced, unsharded = _gathered_bytes(model, dtype)
+    gathered, unsharded = _gathered_bytes(model, dtype)
+    reduced, unreduced = _reduced_bytes(model, dtype)
     return RankMemory(
         rank=rank,
         parameters=sum(_bytes(one) for one in tensors),
@@ -252,6 +256,7 @@ def rank_memory(
         gathered=gathered,
         reduced=reduced,
         unsharded=unsharded,
+        unreduced=unreduced,
         host=host,
         parts=_parts(model),
     )
@@ -304,33 +309,52 @@ def _optimizer_bytes(optimizer: Optimizer) -> tuple[int, int]:
     return device, host
 
 
-def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """Return the bytes of parameters that FSDP gathers at once, of unreduced gradients, and of all
-    gathered parameters.
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return the bytes of parameters that FSDP gathers at once, and of all gathered parameters.
 
-    Parameters outside the layers, and their gradients, stay gathered from the forward pass to the
-    end of the backward pass. While a layer computes, the next one is gathered, and the gradients of
-    the layer before are summed over ranks in float32. A layer's own gradients count as
-    ``working``.
+    Parameters outside the layers stay gathered from the forward pass to the end of the backward
+    pass. While a layer computes, the next one is gathered.
     """
     if not isinstance(model, FSDPModule):
-        return 0, 0, 0
+        return 0, 0
+    computed = dtype or next(model.parameters()).dtype
+    around, layers = _elements(model.named_parameters(), computed)
+    next_one = min(len(layers), 2)
+    at_once = around + next_one * max(layers, default=0)
+    return computed.itemsize * at_once, computed.itemsize * (around + sum(layers))
+
+
+def _reduced_bytes(model: nn.Module, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Return the bytes of unreduced gradients at once, and of all that are reduced.
+
+    Gradients outside the layers stay until the end of the backward pass. While a layer computes,
+    the gradients of the layer before are summed over ranks in float32. A layer's own gradients
+    count as ``working``.
+    """
+    if not isinstance(model, FSDPModule):
+        return 0, 0
     kept = next(model.parameters()).dtype
     computed = dtype or kept
     summed = kept if computed == kept else torch.float32
+    trained = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+    around, layers = _elements(trained, computed)
+    at_once = computed.itemsize * around + summed.itemsize * max(layers, default=0)
+    return at_once, summed.itemsize * (around + sum(layers))
+
+
+def _elements(
+    parameters: Iterable[tuple[str, nn.Parameter]], computed: torch.dtype
+) -> tuple[int, list[int]]:
+    """Return the gathered elements of parameters outside the layers, and of those of each layer."""
     around, layers = 0, dict[str, int]()
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         layer = LAYER.match(name)
         if layer is None:
             around += _gathered_elements(parameter, computed)
         else:
             size = _gathered_elements(parameter, computed)
             layers[layer[0]] = layers.get(layer[0], 0) + size
-    largest = max(layers.values(), default=0)
-    next_one = min(len(layers), 2)
-    gathered = computed.itemsize * (around + next_one * largest)
-    reduced = computed.itemsize * around + summed.itemsize * largest
-    return gathered, reduced, computed.itemsize * (around + sum(layers.values()))
+    return around, [*layers.values()]
 
 
 def _gathered_elements(parameter: nn.Parameter, computed: torch.dtype) -> int:

@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 import transformers
+from glm_swe_trainer import load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,6 +98,47 @@ def test_sizes_are_those_computed_by_hand():
     gathered_layer = LAYER - experts // 2
     assert rank.gathered == 4 * (around + 2 * gathered_layer)
     assert rank.reduced == 4 * (around + gathered_layer)
+    assert rank.unreduced == 4 * (around + 2 * gathered_layer)
+
+
+def test_only_trained_parameters_are_reduced():
+    def trains_queries(model, mesh):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+        return prepare(model, mesh)
+
+    (found,) = planning.plan_trainers(small, trains_queries, [layout(2)], tokens=0, gpu_bytes=GB)
+    (rank,) = found.ranks
+    queries = 16 * 16
+    assert rank.reduced == 4 * queries  # of a layer, in float32
+    assert rank.unreduced == 2 * 4 * queries
+
+
+def test_a_run_is_planned_in_the_dtype_of_its_trainer():
+    def found(dtype):
+        arguments = {"steps": 1, "max_staleness": 1, "max_num_seqs": 1, "gpu_bytes": GB}
+        plan = planning.plan_run(
+            small,
+            prepare,
+            layouts=[layout(2)],
+            servers=[1],
+            tokens=32,
+            step_tokens=32,
+            dtype=dtype,
+            workload=planning.PlannedStep(rollouts=2, tokens=32),
+            **arguments,
+        )
+        (time,) = plan.times.values()
+        return plan.trainers[0].ranks[0], time.seconds("FSDP's traffic")
+
+    speed = planning.Hardware().nvlink
+    bf16, seconds = found(torch.bfloat16)
+    float32, longer = found(torch.float32)
+    assert (bf16.unsharded, bf16.unreduced) == (2 * SMALL_PARAMETERS, 4 * SMALL_PARAMETERS)
+    assert seconds == pytest.approx(8 * SMALL_PARAMETERS / speed)
+    assert (float32.unsharded, float32.unreduced) == (4 * SMALL_PARAMETERS, 4 * SMALL_PARAMETERS)
+    assert longer == pytest.approx(12 * SMALL_PARAMETERS / speed)
+    assert float32.activations > 1.5 * bf16.activations
 
 
 def test_a_layer_keeps_its_input_where_it_is_recomputed():
@@ -330,3 +372,14 @@ def test_differences_of_two_settings():
     assert ["nodes", "1", "28"] in rows
     assert ["keep", "none", "len,", "abs"] in rows
     assert "dtype" not in text
+
+
+def test_the_recipe_plans_in_the_dtype_that_it_trains_in(root):
+    recipe = load(root / "recipes/glm_swe.py")
+    args = attrs.evolve(
+        recipe.SCALES["laptop"], model="tiny:glm4_moe", gpus_per_node=2, dry_run=True
+    )
+    assert args.dtype == "float32"
+    (rank,) = recipe.plan(args).trainers[0].ranks
+    (half,) = recipe.plan(attrs.evolve(args, dtype="bfloat16")).trainers[0].ranks
+    assert rank.unsharded == 2 * half.unsharded > 0

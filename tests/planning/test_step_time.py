@@ -4,6 +4,7 @@ import re
 
 import attrs
 import pytest
+import torch
 from cluster_commands import planned
 from glm_swe_trainer import load
 
@@ -47,9 +48,9 @@ SERVER = planning.ServerPlan(
 )
 
 
-def time_of(*, nodes=2, steps_in_flight=1, **changed):
-    config = testing.tiny_model("llama").config
-    layout = planning.TrainerLayout(nodes=nodes, gpus_per_node=2)
+def time_of(*, nodes=2, ep=1, steps_in_flight=1, config=None, server=SERVER, **changed):
+    config = config or testing.tiny_model("llama").config
+    layout = planning.TrainerLayout(nodes=nodes, gpus_per_node=2, ep=ep)
     rank = planning.RankMemory(
         rank=0,
         parameters=400,
@@ -57,6 +58,7 @@ def time_of(*, nodes=2, steps_in_flight=1, **changed):
         optimizer=100,
         host=300,
         unsharded=5000,
+        unreduced=7000,
         activations_on_host=700,
     )
     workload = planning.PlannedStep(
@@ -65,7 +67,7 @@ def time_of(*, nodes=2, steps_in_flight=1, **changed):
     found = planning.plan_step(
         config,
         planning.TrainerPlan(layout=layout, ranks=[rank]),
-        SERVER,
+        server,
         planning.Traffic(route_token=0, routes=0, weights=8000, weights_delta=400),
         workload=workload,
         pack_tokens=100,
@@ -88,7 +90,7 @@ def test_times_are_those_computed_by_hand():
     assert seconds["backward"] == pytest.approx(8 / 4 * float(flops.backward(config, 100)) / 1e9)
     # 8 documents of 100 tokens, in packs of 100, on 4 ranks: 2 micro-batches.
     assert found.micro_batches == 2
-    assert seconds["FSDP's traffic"] == 2 * 4 * 5000 / 1e3
+    assert seconds["FSDP's traffic"] == 2 * (2 * 5000 + 7000) / 1e3
     assert seconds["offloaded activations"] == 2 * 2 * 700 / 1e3
     assert seconds["optimizer"] == 2 * 300 / 1e3
     assert seconds["experts' dispatch"] == 0
@@ -100,7 +102,33 @@ def test_times_are_those_computed_by_hand():
     full = seconds["publication, full version"]
     assert seconds["resume"] == pytest.approx(8 + 3 + 0.5 + seconds["publication, start"] + full)
     # The passes hide nothing of FSDP's traffic here, which takes longer.
-    assert found.training == pytest.approx(40 + 0.6 + 12.128)
+    assert found.training == pytest.approx(34 + 0.6 + 12.128)
+
+
+def experts(**changed):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    return testing.tiny_model("qwen3_moe", **sizes | changed).config
+
+
+def test_tokens_go_to_experts_of_other_nodes_by_network():
+    speeds = attrs.evolve(SPEEDS, network=1e2)
+    # Tokens, layers and their experts, a row of 16 in 16 bits, there and back in three passes.
+    each = 800 * 4 * 2 * 16 * 2 * 2 * 3 / 4  # of four ranks
+    _, seconds, found = time_of(config=experts(), ep=2, hardware=speeds)
+    assert seconds["experts' dispatch"] == pytest.approx(each / 2 / 1e3)
+    _, seconds, found = time_of(config=experts(), ep=4, hardware=speeds)
+    assert seconds["experts' dispatch"] == pytest.approx(each / 4 * (1 / 1e3 + 2 / 1e2))
+    (source,) = (one.source for one in found.phases if one.name == "experts' dispatch")
+    assert "50% of them by network, 25% by NVLink" in source
+    _, twice, _ = time_of(config=experts(), ep=4, hardware=speeds, dtype=torch.float32)
+    assert twice["experts' dispatch"] == pytest.approx(2 * seconds["experts' dispatch"])
+
+
+@pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}])
+def test_only_layers_with_experts_dispatch_tokens(dense):
+    _, every, _ = time_of(config=experts(), ep=2)
+    _, half, _ = time_of(config=experts(**dense), ep=2)
+    assert half["experts' dispatch"] == pytest.approx(every["experts' dispatch"] / 2)
 
 
 def test_publications_are_as_fast_as_the_rank_and_the_node_that_own_most():

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from primerl import flops
 
@@ -48,6 +48,9 @@ def _layers(config: Any, kv_cache_dtype: KVDtype) -> Iterator[tuple[int, int, in
 
     The third number is the bytes of an indexer's key per token.
     """
+    if kv_cache_dtype not in get_args(KVDtype):
+        expected = " or ".join(map(repr, get_args(KVDtype)))
+        raise ValueError(f"kv_cache_dtype is {kv_cache_dtype!r}, expected {expected}")
     text = config.get_text_config()
     family = getattr(text, "model_type", "")
     known = family in flops.FAMILIES or getattr(text, "layer_types", None)

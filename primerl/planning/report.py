@@ -163,7 +163,10 @@ def _step_rows(times: Mapping[str, StepTime]) -> list[list[str]]:
         rows.append(
             [name, "training", f"{time.training:.1f}", "", "phases that wait for each other"]
         )
-        rows.append([name, "step", f"{time.step:.1f}", "", f"the longest: {time.longest}"])
+        rows += [[name, phase, "-", "", reason] for phase, reason in time.unknown.items()]
+        without = f", without {' and '.join(time.unknown)}" if time.unknown else ""
+        longest = f"the longest: {time.longest}{without}"
+        rows.append([name, "step", f"{time.step:.1f}", "", longest])
         longer = time.full_version_step - time.step
         note = f"{longer:.1f} s longer than others" if longer else "as long as others"
         rows.append([name, "step of a full version", f"{time.full_version_step:.1f}", "", note])

@@ -3,6 +3,7 @@
 from typing import Any
 
 import attrs
+from attrs.validators import and_, ge, le
 
 from primerl.planning.compute_time import compute_seconds
 from primerl.planning.hardware import Hardware
@@ -14,19 +15,19 @@ from primerl.planning.server_memory import ServerPlan
 class PlannedStep:
     """The rollouts of a step, and their servers: assumptions, none of which a plan can know."""
 
-    rollouts: int
+    rollouts: int = attrs.field(validator=ge(0))
     """Number of trained rollouts of a step."""
-    tokens: int
+    tokens: int = attrs.field(validator=ge(1))
     """Mean number of tokens of a rollout."""
-    sampled: float = 0.25
+    sampled: float = attrs.field(default=0.25, validator=and_(ge(0), le(1)))
     """Share of these that the model sampled; the others are prompts and results of tools."""
-    servers: int = 1
+    servers: int = attrs.field(default=1, validator=ge(1))
     """Number of servers, each of them like the plan's first one."""
-    evaluated: int = 0
+    evaluated: int = attrs.field(default=0, validator=ge(0))
     """Number of rollouts of an evaluation."""
-    steps_in_flight: int = 1
+    steps_in_flight: int = attrs.field(default=1, validator=ge(1))
     """Number of steps whose rollouts are played at once: ``max_staleness + 1``."""
-    max_num_seqs: int = 64
+    max_num_seqs: int = attrs.field(default=64, validator=ge(1))
     """Number of concurrent rollouts per GPU of a server."""
 
 
@@ -51,7 +52,12 @@ def rollout_seconds(
     decoded one after another. So idle GPUs don't help, and few rollouts take as long as one.
     Prefixes are cached. Each decoding step reads all weights of a GPU, on all GPUs in parallel, and
     what attention reads of the KV cache. A rollout has half of its tokens on average.
+
+    Raises:
+        ValueError: the server is refused, so it plays none; or its KV cache can't be derived.
     """
+    if server.refusal:
+        raise ValueError(f"the server is refused, so it plays no rollouts: {server.refusal}")
     if not rollouts:
         return 0.0
     gpus = workload.servers * server.gpus

@@ -75,8 +75,22 @@ def plan_server(
         dtype: dtype of weights that are not quantized.
 
     Raises:
-        ValueError: the size of keys and values can't be derived from the model's config.
+        ValueError: an argument is out of range, or the size of keys and values can't be derived
+            from the model's config.
     """
+    _check(
+        gpus=gpus,
+        ep=ep,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        gpu_bytes=gpu_bytes,
+    )
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization is {gpu_memory_utilization}, expected above 0 and at most 1"
+        )
+    if reserved < 0:
+        raise ValueError(f"reserved is {reserved}, expected at least 0 bytes")
     experts, others = published_bytes(model, dtype=dtype, quantize=quantize)
     weights = -(-experts // ep) + others
     sequence = kv_bytes(model.config, kv_cache_dtype, tokens=max_model_len)
@@ -89,13 +103,14 @@ def plan_server(
         refusal = f"experts: {max(counts)} experts are not divisible by ep={ep}"
     elif room < 0:
         refusal = (
-            f"memory: weights take {weights / GIB:.1f} GiB, but vLLM uses only "
+            f"memory: weights take {weights / GIB:.1f} GiB, and {reserved / GIB:.1f} GiB are "
+            "allowed for activations and CUDA graphs, but vLLM uses only "
             f"{gpu_bytes * gpu_memory_utilization / GIB:.1f} GiB of a GPU"
         )
     elif room < sequence:
         refusal = (
             f"memory: a sequence of {max_model_len} tokens takes {sequence / GIB:.1f} GiB of KV "
-            f"cache, but weights leave only {room / GIB:.1f}"
+            f"cache, but weights and allowances leave only {room / GIB:.1f}"
         )
     return ServerPlan(
         gpus=gpus,
@@ -109,6 +124,12 @@ def plan_server(
         kv_cache_dtype=kv_cache_dtype,
         refusal=refusal,
     )
+
+
+def _check(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} is {count}, expected at least 1")
 
 
 def published_bytes(

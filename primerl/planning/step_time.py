@@ -40,6 +40,8 @@ class StepTime:
     """Number of micro-batches of each rank."""
     publications: dict[str, PublicationTime] = attrs.field(factory=dict)
     """The phases of publishing a ``full`` version, and a ``delta``."""
+    unknown: dict[str, str] = attrs.field(factory=dict)
+    """Phases that have no time, and why."""
 
     @property
     def training(self) -> float:
@@ -125,11 +127,9 @@ def plan_step(
     )
     full_version = sum(publications["full"].beside.values())
 
-    def played(rollouts: int) -> float:
-        return rollout_seconds(config, server, workload, speeds, rollouts=rollouts, fp8=fp8)
-
     link, named = (speeds.network, "network") if layout.nodes > 1 else (speeds.nvlink, "NVLink")
     every = f"FLOPs as coded, {workload.rollouts} rollouts of {workload.tokens:,} tokens"
+    rollouts, evaluation, unknown = _played(config, server, workload, speeds, fp8=fp8)
     phases = [
         PlannedPhase(name="forward", seconds=each * sum(forward.values()), source=every),
         PlannedPhase(
@@ -168,15 +168,7 @@ def plan_step(
             source=f"a delta of {traffic.weights_delta / 1e9:.1f} GB: see the table of its phases",
             beside="the step",
         ),
-        PlannedPhase(
-            name="rollouts",
-            seconds=played(workload.rollouts * workload.steps_in_flight) / workload.steps_in_flight,
-            source=(
-                f"{workload.servers * server.gpus} GPUs serve {workload.steps_in_flight} steps at "
-                "once; prefill by FLOPs, decoding by bytes"
-            ),
-            beside="the step",
-        ),
+        *rollouts,
     ]
     return StepTime(
         phases=tuple(phases),
@@ -196,15 +188,41 @@ def plan_step(
                 publication=sum(publications["full"].phases.values()),
                 speeds=speeds,
             ),
-            PlannedPhase(
-                name="evaluation",
-                seconds=played(workload.evaluated),
-                source=f"{workload.evaluated} rollouts, like those of a step",
-            ),
+            *evaluation,
         ),
         micro_batches=micro_batches,
         publications=publications,
+        unknown=unknown,
     )
+
+
+def _played(
+    config: Any, server: ServerPlan, workload: PlannedStep, speeds: Hardware, *, fp8: bool
+) -> tuple[list[PlannedPhase], list[PlannedPhase], dict[str, str]]:
+    """Return the phases of rollouts and of an evaluation, or why they have no times."""
+    if server.refusal:
+        reason = f"the server is refused: {server.refusal}"
+        return [], [], {"rollouts": reason, "evaluation": reason}
+
+    def seconds(rollouts: int) -> float:
+        return rollout_seconds(config, server, workload, speeds, rollouts=rollouts, fp8=fp8)
+
+    steps = workload.steps_in_flight
+    trained = PlannedPhase(
+        name="rollouts",
+        seconds=seconds(workload.rollouts * steps) / steps,
+        source=(
+            f"{workload.servers * server.gpus} GPUs serve {steps} steps at once; prefill by FLOPs, "
+            "decoding by bytes"
+        ),
+        beside="the step",
+    )
+    evaluated = PlannedPhase(
+        name="evaluation",
+        seconds=seconds(workload.evaluated),
+        source=f"{workload.evaluated} rollouts as long as those of a step, without these",
+    )
+    return [trained], [evaluated], {}
 
 
 def _dispatched(config: Any, workload: PlannedStep, dtype: torch.dtype) -> int:

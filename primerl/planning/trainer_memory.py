@@ -31,9 +31,9 @@ class TrainerLayout:
 
     nodes: int = attrs.field(validator=ge(1))
     gpus_per_node: int = attrs.field(default=8, validator=ge(1))
-    replicate: int = 1
-    ep: int = 1
-    cp: int = 1
+    replicate: int = attrs.field(default=1, validator=ge(1))
+    ep: int = attrs.field(default=1, validator=ge(1))
+    cp: int = attrs.field(default=1, validator=ge(1))
 
     @property
     def ranks(self) -> int:

@@ -228,8 +228,59 @@ def test_a_server_is_refused_by_the_constraint():
 
     assert "4 experts are not divisible by ep=3" in serve(gpus=3, ep=3).refusal
     assert "does not divide the server's 3 GPUs" in serve(gpus=3, ep=2).refusal
-    assert "memory: weights take" in serve(gpus=1, gpu_bytes=1000).refusal
+    refusal = serve(gpus=1, gpu_bytes=1000, reserved=3 * 2**30).refusal
+    assert "memory: weights take 0.0 GiB, and 3.0 GiB are allowed for activations" in refusal
     assert "memory: a sequence of" in serve(gpus=1, gpu_bytes=2**15).refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("gpus", 0),
+        ("ep", -1),
+        ("max_model_len", 0),
+        ("max_num_seqs", 0),
+        ("gpu_bytes", 0),
+        ("gpu_memory_utilization", 3.0),
+        ("gpu_memory_utilization", float("nan")),
+        ("reserved", -1),
+    ],
+)
+def test_wrong_arguments_of_a_server_are_named(name, wrong):
+    arguments = {"gpus": 1, "max_model_len": 64, "max_num_seqs": 1, "gpu_bytes": GB}
+    with pytest.raises(ValueError, match=f"{name} is {wrong}, expected"):
+        planning.plan_server(small(), **arguments | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wrong"),
+    [
+        (planning.PlannedStep, "rollouts", -1),
+        (planning.PlannedStep, "tokens", 0),
+        (planning.PlannedStep, "sampled", 1.5),
+        (planning.PlannedStep, "servers", 0),
+        (planning.PlannedStep, "evaluated", -1),
+        (planning.PlannedStep, "steps_in_flight", 0),
+        (planning.PlannedStep, "max_num_seqs", 0),
+        (planning.Hardware, "bf16", float("nan")),
+        (planning.Hardware, "memory", float("inf")),
+        (planning.Hardware, "nvlink", 0.0),
+        (planning.Hardware, "memory_fraction", 5.0),
+        (planning.Hardware, "threads", 0),
+        (planning.TrainerLayout, "cp", 0),
+        (planning.TrainerLayout, "ep", -2),
+        (planning.TrainerLayout, "nodes", 0),
+        (planning.TrainerLayout, "gpus_per_node", 0),
+        (planning.TrainerLayout, "replicate", 0),
+    ],
+)
+def test_wrong_fields_are_named(kind, name, wrong):
+    required = {
+        planning.PlannedStep: {"rollouts": 1, "tokens": 1},
+        planning.TrainerLayout: {"nodes": 1},
+    }
+    with pytest.raises(ValueError, match=f"'{name}' must be .*: {wrong}"):
+        kind(**required.get(kind, {}) | {name: wrong})
 
 
 def test_a_plan_is_a_value_json_and_text():

@@ -166,12 +166,12 @@ def test_a_full_version_that_takes_longer_than_a_step_is_shown():
     assert re.search(r"here +gather +8\.0 +8\.0 +training waits", text)
 
 
-def played(rollouts, *, config=None, **changed):
+def played(rollouts, *, config=None, server=SERVER, **changed):
     """Seconds of rollouts of 100 tokens, 25 of them sampled, without prefill."""
     config = config or testing.tiny_model("llama").config
     workload = planning.PlannedStep(**{"rollouts": 8, "tokens": 100} | changed)
     speeds = attrs.evolve(SPEEDS, bf16=1e30)
-    return rollout_seconds(config, SERVER, workload, speeds, rollouts=rollouts, fp8=False)
+    return rollout_seconds(config, server, workload, speeds, rollouts=rollouts, fp8=False)
 
 
 def test_rollouts_share_a_gpu_as_far_as_there_are_rollouts_and_memory():
@@ -206,6 +206,22 @@ def test_decoding_with_an_indexer_reads_its_keys_and_the_chosen_latents():
     key = config.index_head_dim + 4 * (config.index_head_dim // 128)
     read = config.num_hidden_layers * (8 * latent + 50 * key)
     assert played(2, config=config) == pytest.approx(25 * (1000 + read) / 1e6)
+
+
+def test_a_refused_server_has_no_time_of_rollouts():
+    refused = attrs.evolve(SERVER, kv_room=-5, kv_tokens=0, refusal="memory: because")
+    _, seconds, found = time_of(server=refused)
+    assert "rollouts" not in seconds
+    assert "evaluation" not in seconds
+    assert found.unknown["rollouts"] == "the server is refused: memory: because"
+    plan = planning.Plan(
+        model=planning.model_size(testing.tiny_model("llama")), times={"here": found}
+    )
+    text = " ".join(plan.text().split())
+    assert "here rollouts - the server is refused: memory: because" in text
+    assert "the longest: training, without rollouts and evaluation" in text
+    with pytest.raises(ValueError, match="plays no rollouts: memory: because"):
+        played(1, server=refused)
 
 
 def test_a_slow_phase_beside_the_step_is_what_it_waits_for():

@@ -238,8 +238,8 @@ def _dispatch(
 ) -> PlannedPhase:
     """The phase of experts' dispatch.
 
-    Tokens are spread evenly over the ``ep`` ranks of a group, which are consecutive. What goes to
-    other nodes takes the network. The group whose ranks are on most nodes determines the time.
+    Tokens are spread evenly over the ``ep`` ranks of a group, which are consecutive. Rows for
+    other nodes take the network. The group whose ranks are on most nodes determines the time.
     """
     sent = _dispatched(config, workload, dtype) / layout.ranks
     far = max(_far_ranks(layout, rank) for rank in range(layout.ranks))
@@ -257,7 +257,7 @@ def _dispatch(
 
 
 def _far_ranks(layout: TrainerLayout, rank: int) -> int:
-    """Return how many ranks that share experts with this one are on other nodes."""
+    """Return how many ranks of a rank's expert-parallel group are on other nodes."""
     first = rank - rank % layout.ep
     group = range(first, first + layout.ep)
     return sum(one // layout.gpus_per_node != rank // layout.gpus_per_node for one in group)

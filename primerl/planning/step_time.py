@@ -220,7 +220,7 @@ def _played(
     evaluated = PlannedPhase(
         name="evaluation",
         seconds=seconds(workload.evaluated),
-        source=f"{workload.evaluated} rollouts like those of a step, with the servers to themselves",
+        source=f"{workload.evaluated} rollouts like those of a step, on otherwise idle servers",
     )
     return [trained], [evaluated], {}
 

@@ -244,6 +244,9 @@ def test_fingerprints_see_a_change_of_any_byte_of_any_dtype():
                 changed = tensor.clone()
                 changed[place] = 1
                 assert not torch.equal(fingerprint(changed), before)
+    numbers = torch.arange(16)
+    for exchanged in ([1, 0, *range(2, 16)], [4, 1, 2, 3, 0, *range(5, 16)]):  # in a row, a column
+        assert not torch.equal(fingerprint(numbers[exchanged]), fingerprint(numbers))
     flipped = torch.tensor([1 + 2j, 3 - 1j]).conj()
     assert torch.equal(fingerprint(flipped), fingerprint(flipped.resolve_conj()))
 

@@ -28,8 +28,6 @@ class FaultyTransfer(FolderTransfer):
         if self.fault == "swapped":
             one, two = (f"model.layers.{i}.self_attn.k_proj.weight" for i in (0, 1))
             pairs[one], pairs[two] = pairs[two], pairs[one]
-        if self.fault == "half":
-            return super()._load(self._half(pairs), expected)
         if self.fault == "altered expert":
             pairs["model.layers.1.mlp.experts.3.up_proj.weight"] += 1
         if self.fault == "expert of nobody":
@@ -40,8 +38,11 @@ class FaultyTransfer(FolderTransfer):
             pairs = {n: t for n, t in pairs.items() if n in expected}
         return super()._load(pairs.items(), expected)
 
-    def _half(self, pairs):
-        for name, tensor in pairs.items():
+    def _load_into_model(self, tensors):
+        return super()._load_into_model(self._half(tensors) if self.fault == "half" else tensors)
+
+    def _half(self, tensors):
+        for name, tensor in tensors:
             # After k_proj and before v_proj, which make one layer of vLLM's with it.
             if name == "model.layers.1.self_attn.q_proj.weight":
                 raise OSError("the file is gone")

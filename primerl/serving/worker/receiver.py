@@ -142,7 +142,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
         trainer compares it with the tensors it sent.
         """
         loaded = load_checked(
-            self.model.load_weights,
+            self._load_into_model,
             tensors,
             expected=expected,
             threads=self._threads,
@@ -157,6 +157,9 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
             raise RuntimeError(f"the loaded weights differ from the published ones: {faults}")
         # Ignored tensors are not a fault here, because other ranks may use them.
         return {**receipt, "ignored": self._ignored(loaded)}
+
+    def _load_into_model(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
+        return self.model.load_weights(tensors)
 
     def _ignored(self, loaded: LoadedTensors) -> list[str]:
         """Return the tensors that this worker did not use, or that a tied tensor overrides.

@@ -13,11 +13,12 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
 from primerl.serving.server.child import VLLMServer, serve_vllm
+from primerl.serving.server.kv_folder import kv_folder
 
 if TYPE_CHECKING:
     from primerl.serving.client.engine import VLLMEngine
 
-__all__ = ["VLLMEngine", "VLLMServer", "default_engine", "serve_vllm"]
+__all__ = ["VLLMEngine", "VLLMServer", "default_engine", "kv_folder", "serve_vllm"]
 
 
 def default_engine() -> Literal["transformers", "vllm"]:

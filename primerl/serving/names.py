@@ -21,6 +21,7 @@ DATA_PARALLEL_RANK = "X-data-parallel-rank"  # a header of requests
 
 # Methods of the worker extension, called through COLLECTIVE_RPC.
 WORKER_EXTENSION = "primerl.serving.worker.receiver.WeightReceiver"
+LABEL_SHARED_KEYS = "label_shared_keys"
 PREPARE_ADAPTER = "prepare_adapter"
 PREPARE_WEIGHTS = "prepare_weights"
 READ_ADAPTER = "read_adapter"
@@ -34,3 +35,7 @@ WEIGHT_RECEIPT = "weight_receipt"
 # Weight transfer backends that the worker extension registers with vLLM.
 FOLDER_BACKEND = "primerl"
 NCCL_BACKEND = "primerl_nccl"
+
+# The KV connector that shares keys and values by a folder.
+FOLDER_CONNECTOR = "FolderConnector"
+FOLDER_CONNECTOR_MODULE = "primerl.serving.worker.folder_connector"

@@ -444,6 +444,7 @@ def test_the_order_of_an_update(server, make, on_update, pause):
         ("/start_weight_update", {}),
         ("/update_weights", {"update_info": update}),
         ("/finish_weight_update", {"weight_version": "abc-2"}),
+        ("/collective_rpc", {"method": "label_shared_keys", "kwargs": {"label": "abc-2"}}),
         ("/resume", {}),
         ("/collective_rpc", {"method": "weight_receipt", "kwargs": {}}),
     ]

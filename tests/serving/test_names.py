@@ -14,6 +14,7 @@ def test_worker_extension_has_every_method_that_clients_call():
     )
     methods = {node.name for node in receiver.body if isinstance(node, ast.FunctionDef)}
     assert methods == {
+        names.LABEL_SHARED_KEYS,
         names.PREPARE_ADAPTER,
         names.PREPARE_WEIGHTS,
         names.READ_ADAPTER,

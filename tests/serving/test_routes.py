@@ -551,8 +551,8 @@ def test_a_server_that_does_not_say_is_asked_for_no_more(server, make, caplog, s
 
 
 def test_a_server_that_is_busy_is_asked_again(server, make):
-    server.faults["/collective_rpc"] = [(503, "paused")]
     engine = make(RecordingStore(), vocab_size=64)
+    server.faults["/collective_rpc"] = [(503, "paused")]
 
     for _ in range(2):
         run(engine.generate([3, 4, 5], P(max_tokens=2)))

@@ -35,13 +35,18 @@ class Connection:
 
     @classmethod
     def open(
-        cls, members: ServerUrls, settings: ConnectionSettings, *, version: PolicyVersion
+        cls,
+        members: ServerUrls,
+        settings: ConnectionSettings,
+        *,
+        version: PolicyVersion,
+        prefill: ServerUrls | None = None,
     ) -> "Connection":
         """Connect to the servers, and poll them until ``close``."""
         loop = BackgroundLoop("primerl-vllm")
 
         async def build() -> Connection:
-            fleet = Fleet(members, settings, version=version)
+            fleet = Fleet(members, settings, version=version, prefill=prefill)
             adapter = settings.labels.adapter
             updates = Updates(fleet) if adapter is None else AdapterUpdates(fleet)
             return cls(loop, fleet, Dispatcher(fleet), updates)

@@ -21,6 +21,7 @@ from primerl.serving.client.http import (
     ServerFailed,
     Unreachable,
 )
+from primerl.serving.client.prefill import Prefill, PrefillServers
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
 from primerl.serving.names import SERVED_VOCAB_SIZE
@@ -62,6 +63,9 @@ class Dispatcher:
         self._recorder = None if store is None else RouteWriter(store)
         self._cache_sources = CacheSources(fleet)
         self._prompts = SessionPrompts()
+        self._prefill_servers = PrefillServers(
+            fleet, self._recorder, self._cache_sources, self._ask_prefill
+        )
         self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
 
@@ -84,6 +88,7 @@ class Dispatcher:
         recorder = self._recorder
 
         async def ask(server: ServerState) -> Completion:
+            prefill = await self._prefill_servers.prefill(server, prompt, params, session)
             routes_start = expected = None
             if recorder is not None:
                 routes_start = await self._first_route(server, length, params)
@@ -99,6 +104,7 @@ class Dispatcher:
                 salt=label or "",
                 adapter=adapter,
                 routes_start=routes_start,
+                transfer=None if prefill is None else prefill.transfer,
             )
             answer = await self._attempt(server, prompt, body, max_bytes, expected, session=session)
             choice = answer.choices[0]
@@ -114,10 +120,11 @@ class Dispatcher:
                 newest=self._fleet.newest_version,
             )
             check_completion(completion, length, params, limits)
-            self._learn(server, versions, label)
+            self._learn(server, versions, label, prefill)
             if recorder is None or expected is None:
                 return completion
-            return await recorder.record(expected, choice, completion)
+            rows = None if prefill is None else prefill.rows
+            return await recorder.record(expected, choice, completion, before=rows)
 
         return await self._dispatch(session, ask)
 
@@ -229,6 +236,28 @@ class Dispatcher:
             prompt.confirm(server.url)
         return response
 
+    async def _ask_prefill(
+        self,
+        server: ServerState,
+        prompt: SessionPrompt,
+        body: Mapping[str, Any],
+        max_bytes: int,
+        expected: ExpectedRoutes | None = None,
+        *,
+        session: str | None = None,
+    ) -> responses.Response | None:
+        """Send a request to a prefill server; return None if it failed."""
+        for _ in range(2):
+            try:
+                return await self._attempt(
+                    server, prompt, body, max_bytes, expected, session=session
+                )
+            except _SendAgain as retry:
+                log.info("a prompt is computed where it is continued: %s", retry)
+                if retry.avoid:
+                    break
+        return None
+
     def _adapter_of(self, server: ServerState) -> str | None:
         """Return the adapter's name in requests, or None if this engine samples under no adapter.
 
@@ -297,12 +326,18 @@ class Dispatcher:
                     found,
                 )
 
-    def _learn(self, server: ServerState, versions: list[PolicyVersion], label: str | None) -> None:
+    def _learn(
+        self,
+        server: ServerState,
+        versions: list[PolicyVersion],
+        label: str | None,
+        prefill: Prefill | None,
+    ) -> None:
         """Record which version a server serves, from a valid response.
 
         Raises:
-            _SendAgain: with ``on_update="keep"``, the server was updated before it began the
-                request.
+            _SendAgain: the server began the request under other weights than those that computed
+                its prompt elsewhere; or with ``on_update="keep"``, than those before.
         """
         if server.alive:
             last = versions[-1]
@@ -311,3 +346,7 @@ class Dispatcher:
         if self._fleet.settings.on_update == "keep" and versions[0] != self._fleet.number(label):
             # The prompt may have reused a cached prefix that older weights computed.
             raise _SendAgain(f"{server.url} was updated before it began a request", wait=False)
+        if prefill is not None and versions[0] != prefill.version:
+            raise _SendAgain(
+                f"{server.url} was updated before it loaded a prompt", free=True, avoid=False
+            )

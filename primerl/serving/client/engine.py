@@ -16,6 +16,7 @@ from primerl.serving.client.calls import agreed, call_route, probe, read_metrics
 from primerl.serving.client.connection import Connection
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.server_urls import ServerUrls, key_of, url_of
+from primerl.serving.client.servers import Role
 from primerl.serving.client.settings import ConnectionSettings
 from primerl.serving.client.updates import SendBarrier
 from primerl.serving.names import (
@@ -57,6 +58,14 @@ class VLLMEngine:
     Args:
         servers: one or several urls (``"http://host:port"``) or ``VLLMServer`` objects; or the path
             of a file with one url per line, which all copies read again when it changes.
+        prefill: servers, given likewise, that compute prompts for the others, which then load their
+            keys and values and sample. All of them need a KV connector (``serving.kv_folder``, or
+            one of vLLM's). While no such server has the weights of the server that samples, that
+            one computes the prompt itself.
+        prefill_from: the number of tokens of a prompt, not counting those that the server of its
+            session has already, from which on they are computed by ``prefill``. With ``routes``,
+            they are always computed there, because only the server that computes a token knows its
+            expert routes.
         api_key: the servers' API key; by default that of the ``VLLMServer`` objects, or
             ``PRIMERL_API_KEY`` in the environment.
         on_update: the effect of an update on requests in flight: ``"recompute"`` (their KV cache is
@@ -92,6 +101,8 @@ class VLLMEngine:
         self,
         servers: Any,
         *,
+        prefill: Any = None,
+        prefill_from: int = 1024,
         api_key: str | None = None,
         on_update: Literal["recompute", "keep", "drain"] = "recompute",
         run: str | None = None,
@@ -103,15 +114,19 @@ class VLLMEngine:
         adapter: str | None = None,
     ) -> None:
         self._members = ServerUrls(servers)
+        self._prefill = None if prefill is None else ServerUrls(prefill)
+        if self._prefill is not None and (both := {*self._prefill.urls} & {*self._members.urls}):
+            raise ValueError(f"a server is listed twice: {', '.join(sorted(both))}")
         self._settings = ConnectionSettings(
             labels=Labels(secrets.token_hex(4) if run is None else run, adapter),
-            api_key=api_key or key_of(servers) or os.environ.get("PRIMERL_API_KEY"),
+            api_key=api_key or key_of(servers, prefill or ()) or os.environ.get("PRIMERL_API_KEY"),
             on_update=on_update,
             request_timeout_s=request_timeout_s,
             down_timeout_s=down_timeout_s,
             retries=retries,
             routes=routes,
             vocab_size=vocab_size,
+            prefill_from=prefill_from,
         )
         self._known_version: PolicyVersion = 0
         self._context_length: int | None = None
@@ -492,7 +507,7 @@ class VLLMEngine:
     # ---- servers ----
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return each server's status: ``url alive serving version in_flight ranks error``.
+        """Return each server's status: ``url role alive serving version in_flight ranks error``.
 
         ``serving`` says whether requests are sent to the server, ``in_flight`` is the number of its
         requests, ``ranks`` the number of its data-parallel ranks, and ``error`` says why the server
@@ -532,15 +547,33 @@ class VLLMEngine:
         """
         return self._connected().run(lambda f: read_metrics(f, by_rank, timeout_s=timeout_s))
 
-    def join(self, url: Any) -> None:
-        """Add a server in this engine and all its copies."""
+    def join(self, url: Any, *, role: Role = "decode") -> None:
+        """Add a server in this engine and all its copies.
+
+        Raises:
+            ValueError: the server has another role already, or the engine was made without servers
+                of this role.
+        """
+        members = self._members if role == "decode" else self._prefill
+        if members is None:
+            raise ValueError(
+                "the engine has no servers for prefill; make it with VLLMEngine(..., prefill=)"
+            )
+        others = self._prefill if role == "decode" else self._members
+        if others is not None and url_of(url) in others.urls:
+            raise ValueError(f"{url_of(url)} has another role already; let it leave first")
         with self._lock:
-            self._members.write(dict.fromkeys([*self._members.urls, url_of(url)]))
+            members.write(dict.fromkeys([*members.urls, url_of(url)]))
 
     def leave(self, url: Any) -> None:
         """Remove a server in this engine and all its copies; its requests in flight may finish."""
         with self._lock:
-            self._members.write(one for one in self._members.urls if one != url_of(url))
+            for members in self._lists():
+                if url_of(url) in members.urls:
+                    members.write(one for one in members.urls if one != url_of(url))
+
+    def _lists(self) -> list[ServerUrls]:
+        return [one for one in (self._members, self._prefill) if one is not None]
 
     # ---- life ----
 
@@ -551,7 +584,8 @@ class VLLMEngine:
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()
-            self._members.close()
+            for members in self._lists():
+                members.close()
 
     def __enter__(self) -> "VLLMEngine":
         return self
@@ -568,6 +602,9 @@ class VLLMEngine:
                 raise RuntimeError("the engine is closed; make another VLLMEngine")
             if self._connection is None:
                 self._connection = Connection.open(
-                    self._members, self._settings, version=self._known_version
+                    self._members,
+                    self._settings,
+                    version=self._known_version,
+                    prefill=self._prefill,
                 )
             return self._connection

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -28,6 +28,8 @@ SILENCE_S = 60.0  # time until a server that did not answer is asked again
 THREADS = 2 if (os.cpu_count() or 1) > 2 else 1  # with two cores, one is left to the event loops
 BATCH_BYTES = 1 << 21  # minimum number of characters that a thread decodes at once
 
+_REPORTED = {"connector": None, "role": "", "folder": ""}
+
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -44,9 +46,20 @@ class RouteWriter:
         return ExpectedRoutes(prompt_length, params, self._threads)
 
     async def record(
-        self, expected: "ExpectedRoutes", choice: Choice, completion: Completion
+        self,
+        expected: "ExpectedRoutes",
+        choice: Choice,
+        completion: Completion,
+        *,
+        before: np.ndarray | None = None,
     ) -> Completion:
         """Store the routes of a completion, and return the completion with references to them.
+
+        Args:
+            expected: the extraction of the response.
+            choice: the response's completion.
+            completion: the same, with versions.
+            before: the routes of the tokens before the first expected one, from another server.
 
         Raises:
             BadCompletion: there are no routes, their number does not fit the completion, or the
@@ -68,6 +81,14 @@ class RouteWriter:
                 f"tokens {start} to {start + count - 1}, for a prompt of {prompt} tokens and "
                 f"{len(completion.token_ids)} sampled tokens, the last of which has no routes"
             )
+        if before is not None:
+            if before.shape[1:] != rows.shape[1:] or before.dtype != rows.dtype:
+                raise BadCompletion(
+                    f"the server sent expert routes {rows.dtype}{list(rows.shape)}, and the server "
+                    f"that computed the prompt sent {before.dtype}{list(before.shape)}"
+                )
+            rows = np.concatenate([before, rows])
+            start, count = start - len(before), count + len(before)
         if count == 0 or expected.params.temperature == 0:
             return completion  # greedy completions are not trained on
         put = partial(
@@ -89,16 +110,35 @@ class RouteWriter:
         return attrs.evolve(completion, routes=references)
 
 
-class CacheSources:
-    """Record of which servers load keys and values from elsewhere, through a KV connector.
+@attrs.frozen
+class CacheSource:
+    """A server's KV connector, as the server reports it."""
 
-    Such a server does not know the expert routes of the loaded tokens, and vLLM 0.32 exits if a
-    request asks for them. The last token of a prompt is always computed by the server itself.
+    loads: bool = True
+    """Whether the server loads keys and values; True if it is unknown."""
+    connector: str | None = None
+    """The name of the connector: empty if there is none, None if it is unknown."""
+    role: str = ""
+    folder: str = ""
+
+    @property
+    def described(self) -> str:
+        """The connector, for messages."""
+        if not self.connector:
+            return "no KV connector"
+        return " ".join(filter(None, ["the KV connector", self.connector, self.role, self.folder]))
+
+
+class CacheSources:
+    """Record of the servers' KV connectors, which load keys and values from elsewhere.
+
+    A server that loads does not know the expert routes of the loaded tokens, and vLLM 0.32 exits if
+    a request asks for them. The last token of a prompt is always computed by the server itself.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._loading: dict[str, bool] = {}
+        self._known: dict[str, CacheSource] = {}
         self._silent_until: dict[str, float] = {}
         self._asking: dict[str, asyncio.Lock] = {}
 
@@ -106,34 +146,54 @@ class CacheSources:
         self, server: ServerState, prompt_length: int, params: SamplingParams
     ) -> int:
         """Return the first token whose routes a server can be asked for."""
-        if await self._loads(server):
+        if (await self._source(server)).loads:
             return max(params.routes_start, prompt_length - 1)
         return params.routes_start
 
-    async def _loads(self, server: ServerState) -> bool:
-        """Return whether a server has a KV connector, or does not say that it has none."""
+    async def refuse_mismatch(self, prefill: ServerState, decode: ServerState) -> None:
+        """Check that one server can load what the other computes, as far as they say.
+
+        Raises:
+            RuntimeError: a server has no connector, or one of the wrong role, or theirs differ.
+        """
+        stored, loaded = await self._source(prefill), await self._source(decode)
+        if None in (stored.connector, loaded.connector):
+            return
+        pairs = [(stored, "kv_consumer"), (loaded, "kv_producer")]
+        alone = any(not one.connector or one.role == wrong for one, wrong in pairs)
+        if (
+            alone
+            or (stored.connector, stored.folder) != (loaded.connector, loaded.folder)
+            or not loaded.loads
+        ):
+            raise RuntimeError(
+                f"{decode.url} can't load what {prefill.url} computes: the former has "
+                f"{loaded.described}, the latter {stored.described}. Start both with the same "
+                "connector, such as kv_transfer_config=serving.kv_folder(folder, role='prefill') "
+                "and role='decode'"
+            )
+
+    async def _source(self, server: ServerState) -> CacheSource:
+        """Return a server's connector; one that may load if the server does not report it."""
         url = server.url
-        if url in self._loading:
-            return self._loading[url]
+        if url in self._known:
+            return self._known[url]
         async with self._asking.setdefault(url, asyncio.Lock()):  # one request asks, others wait
             if time.monotonic() < self._silent_until.get(url, 0.0):
-                return True
-            if url not in self._loading:
+                return CacheSource()
+            if url not in self._known:
                 try:
                     async with asyncio.timeout(ASK_S):
                         found = await rpc_results(self._fleet, server, SERVED_ROUTES)
                 except ServerFailed:
-                    return True  # ask again before the next request
+                    return CacheSource()  # ask again before the next request
                 except TimeoutError:
                     self._silent_until[url] = time.monotonic() + SILENCE_S
-                    return True
+                    return CacheSource()
                 except (RuntimeError, ValueError) as error:
                     found = [summary(error)]
-                said = [one.get("loaded") for one in found if isinstance(one, dict)]
-                known = [one for one in said if type(one) is bool]
-                complete = bool(known) and len(known) == len(found)
-                self._loading[url] = any(known) or not complete
-                if not complete:
+                self._known[url] = _agreed(found)
+                if self._known[url] == CacheSource():
                     log.warning(
                         "%s does not report whether it has a KV connector (%.200s), so requests "
                         "don't ask for the expert routes of prompts; start the server with "
@@ -141,7 +201,19 @@ class CacheSources:
                         url,
                         found,
                     )
-            return self._loading[url]
+            return self._known[url]
+
+
+def _agreed(found: list[Any]) -> CacheSource:
+    """Return the connector that all of a server's workers report; an unknown one if they don't."""
+    reports = [one for one in found if isinstance(one, dict) and type(one.get("loaded")) is bool]
+    if not reports or len(reports) < len(found):
+        return CacheSource()
+    first = reports[0]
+    names = [first.get(name, default) for name, default in _REPORTED.items()]
+    connector, role, folder = (one if isinstance(one, str | None) else "" for one in names)
+    loads = any(one["loaded"] for one in reports)
+    return CacheSource(loads, connector, role or "", folder or "")
 
 
 class ExpectedRoutes:

@@ -19,7 +19,7 @@ from primerl.serving.client.http import (
     Unreachable,
 )
 from primerl.serving.client.server_urls import ServerUrls
-from primerl.serving.client.servers import KnownServers, ServerState
+from primerl.serving.client.servers import KnownServers, Role, ServerState
 from primerl.serving.client.settings import ConnectionSettings
 from primerl.serving.protocol import metrics, responses
 from primerl.types import PolicyVersion
@@ -36,11 +36,17 @@ class Fleet:
     """The servers of one copy of an engine; used on one event loop only."""
 
     def __init__(
-        self, members: ServerUrls, settings: ConnectionSettings, *, version: PolicyVersion
+        self,
+        members: ServerUrls,
+        settings: ConnectionSettings,
+        *,
+        version: PolicyVersion,
+        prefill: ServerUrls | None = None,
     ) -> None:
         self.settings = settings
         self.labels = settings.labels
-        self.servers = KnownServers(members.urls, version=version)
+        prefilling = () if prefill is None else prefill.urls
+        self.servers = KnownServers(members.urls, prefill=prefilling, version=version)
         self.version = version
         """The oldest version that a server in use serves; read from other threads."""
         self.newest_version = version
@@ -51,6 +57,7 @@ class Fleet:
         self.on_unseeded: Callable[[ServerState], None] | None = None
         """Called when a server is reachable but has no weights of this run."""
         self._members = members
+        self._prefill = prefill
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
         self._scopes: dict[ServerState, set[asyncio.Timeout]] = {}
@@ -77,14 +84,9 @@ class Fleet:
     def _follow(self) -> None:
         """Start polling servers that joined, and stop polling servers that left."""
         try:
-            if self._members.changed():
-                urls = self._members.urls
-                for url in urls:
-                    self.servers.join(url)
-                for server in self.servers:
-                    if server.url not in urls:
-                        self.servers.leave(server.url)
-                        log.info("%s was removed from the list of servers", server.url)
+            self._follow_list(self._members, "decode")
+            if self._prefill is not None:
+                self._follow_list(self._prefill, "prefill")
         except Exception as error:  # whatever is wrong with the file, keep polling
             log.error("the list of servers can't be read and stays as it was: %s", summary(error))
         present = set(self.servers)
@@ -93,6 +95,16 @@ class Fleet:
         for server in set(self._watchers) - present:
             self._watchers.pop(server).cancel()
         self.tell()
+
+    def _follow_list(self, members: ServerUrls, role: Role) -> None:
+        if not members.changed():
+            return
+        for server in self.servers:
+            if server.role == role and server.url not in members.urls:
+                self.servers.leave(server.url)
+                log.info("%s was removed from the list of servers", server.url)
+        for url in members.urls:
+            self.servers.join(url, role)
 
     async def _watch(self, server: ServerState) -> None:
         while True:
@@ -242,6 +254,7 @@ class Fleet:
         return [
             {
                 "url": one.url,
+                "role": one.role,
                 "alive": one.alive,
                 "serving": one in serving,
                 "version": one.version,

@@ -109,13 +109,14 @@ def url_of(server: Any) -> str:
     return tidy(server.url if hasattr(server, "url") else server)
 
 
-def key_of(servers: Any) -> str | None:
+def key_of(*servers: Any) -> str | None:
     """Return the API key of ``VLLMServer`` objects, or None for urls.
 
     Raises:
         ValueError: the servers have different keys.
     """
-    keys = {getattr(one, "api_key", None) for one in _several(servers)} - {None}
+    several = [one for some in servers for one in _several(some)]
+    keys = {getattr(one, "api_key", None) for one in several} - {None}
     if len(keys) > 1:
         raise ValueError(
             "the servers have different API keys; start them with the same one: "

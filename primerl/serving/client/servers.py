@@ -5,12 +5,16 @@ This module does no I/O. ``Fleet`` and its callers report to it what they learn 
 
 import bisect
 from collections.abc import Collection, Iterable, Iterator
+from typing import Literal, TypeAlias
 
 import attrs
 
 from primerl.rollout.processes.running_clock import running_time
 from primerl.serving.client.routing import least_loaded, of_session
 from primerl.types import PolicyVersion
+
+Role: TypeAlias = Literal["prefill", "decode"]
+"""What a server does: compute prompts for other servers, or answer requests."""
 
 FAILED = "failed"  # the label of a server that failed to load weights
 
@@ -24,6 +28,7 @@ class ServerState:
     """
 
     url: str
+    role: Role = "decode"
     alive: bool = False
     version: PolicyVersion | None = None
     label: str | None = None
@@ -64,15 +69,20 @@ class KnownServers:
 
     Args:
         urls: the servers' urls.
+        prefill: the urls of servers that compute prompts for them.
         version: the version to report until weights are published.
     """
 
-    def __init__(self, urls: Iterable[str], *, version: PolicyVersion = 0) -> None:
+    def __init__(
+        self, urls: Iterable[str], *, prefill: Iterable[str] = (), version: PolicyVersion = 0
+    ) -> None:
         self._by_url: dict[str, ServerState] = {}
         self._floor = version
         self._published: list[PolicyVersion] = []
         for url in urls:
             self.join(url)
+        for url in prefill:
+            self.join(url, "prefill")
 
     # ---- membership ----
 
@@ -83,9 +93,9 @@ class KnownServers:
         """Return the server at ``url``, or None."""
         return self._by_url.get(url)
 
-    def join(self, url: str) -> ServerState:
+    def join(self, url: str, role: Role = "decode") -> ServerState:
         """Add a server; it is used once it is reached and has weights of this run."""
-        return self._by_url.setdefault(url, ServerState(url))
+        return self._by_url.setdefault(url, ServerState(url, role))
 
     def leave(self, url: str) -> None:
         """Remove a server; its requests in flight may finish."""
@@ -189,8 +199,19 @@ class KnownServers:
             session: the id of the conversation.
             avoid: urls to use only if there is no other server.
         """
-        serving = self.serving()
+        serving = [one for one in self.serving() if one.role == "decode"]
         candidates = [one for one in serving if one.url not in avoid] or serving
+        return self._choose(session, candidates)
+
+    def choose_prefill(self, session: str | None, *, label: str | None) -> ServerState | None:
+        """Choose a server that computes a prompt for another, of the same weights ``label``.
+
+        Returns None if there is none.
+        """
+        serving = [one for one in self.serving() if one.role == "prefill" and one.label == label]
+        return self._choose(session, serving)
+
+    def _choose(self, session: str | None, candidates: list[ServerState]) -> ServerState | None:
         if not candidates:
             return None
         loads = {one.url: one.in_flight for one in candidates}

@@ -27,7 +27,8 @@ class SessionPrompt:
     """The prompt of a conversation's last request, as tokens and as JSON text, which only grows.
 
     Servers keep the prompt under ``name``; without a name they do not. ``held_by`` is the url of a
-    server that keeps the first ``held`` bytes of the text.
+    server that keeps the first ``held`` bytes of the text. It was last sent ``held_tokens`` tokens,
+    whose keys and values it may have cached.
     """
 
     token_ids: np.ndarray
@@ -35,6 +36,7 @@ class SessionPrompt:
     name: str = ""
     held_by: str = ""
     held: int = 0
+    held_tokens: int = 0
 
     @classmethod
     def alone(cls, token_ids: np.ndarray, *, name: str = "") -> "SessionPrompt":
@@ -66,6 +68,7 @@ class SessionPrompt:
     def confirm(self, url: str) -> None:
         """Record that a server keeps the whole prompt."""
         self.held_by, self.held = url, len(self.text)
+        self.held_tokens = len(self.token_ids)
 
 
 class SessionPrompts:

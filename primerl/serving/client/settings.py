@@ -24,6 +24,7 @@ class ConnectionSettings:
     retries: int
     routes: RouteStore | None
     vocab_size: int | None
+    prefill_from: int
 
     def __attrs_post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.isprintable():
@@ -45,3 +46,5 @@ class ConnectionSettings:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a positive time")
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size}, expected at least 1")
+        if self.prefill_from < 1:
+            raise ValueError(f"prefill_from is {self.prefill_from}, expected at least 1")

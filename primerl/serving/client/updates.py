@@ -16,7 +16,7 @@ from primerl.rollout.errors import summary
 from primerl.serving import names
 from primerl.serving.client.calls import call_all, rpc
 from primerl.serving.client.fleet import Fleet
-from primerl.serving.client.http import ServerFailed, Unreachable
+from primerl.serving.client.http import Refused, ServerFailed, Unreachable
 from primerl.serving.client.servers import FAILED, ServerState
 from primerl.serving.client.settings import ON_UPDATE
 from primerl.types import PolicyVersion
@@ -85,6 +85,9 @@ class Updates:
         self._fleet = fleet
         self._pause = ON_UPDATE[fleet.settings.on_update]
         self._latest: Publication | None = None
+        self._shared = secrets.token_hex(4)
+        """Names the weights of all versions, of which each was published once, in servers' stores
+        of keys and values."""
         self._busy = asyncio.Lock()
         self._tasks: dict[ServerState, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -111,6 +114,8 @@ class Updates:
                 timeout_s=deadline - time.monotonic(),
                 servers=live,
             )
+            if self._fleet.published is not None and version <= self._fleet.published:
+                self._shared = secrets.token_hex(4)  # the version has other weights now
             self._accept(version if self.accepts_early else -1)
             self._latest = None  # until a server has loaded the update
             if meeting is not None:
@@ -191,6 +196,7 @@ class Updates:
                 await meeting.arrive()
             await post(names.LOAD_UPDATE, {"update_info": dict(update)})
             await post(names.FINISH_UPDATE, {"weight_version": label})
+            await self._share_keys(server, version)
             await post(names.RESUME)
         except BaseException as error:
             if meeting is not None:
@@ -243,8 +249,17 @@ class Updates:
                 f"{server.url} failed to load weights earlier: publish weights to it first"
             )
         await self._set_label(server, label)
+        await self._share_keys(server, version)
         self._fleet.servers.loaded(server, label, version)
         self._fleet.tell()
+
+    async def _share_keys(self, server: ServerState, version: PolicyVersion) -> None:
+        """Let a server with primerl's KV connector share the keys and values of a version."""
+        label, place = self._fleet.labels.name(version), f"{self._shared}-{version}"
+        try:
+            await rpc(self._fleet, server, names.LABEL_SHARED_KEYS, label=label, place=place)
+        except (ServerFailed, Refused, RuntimeError) as error:  # without primerl's extension
+            log.info("%s shares no keys and values: %s", server.url, summary(error))
 
     # ---- servers that return ----
 

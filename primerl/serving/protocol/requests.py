@@ -1,5 +1,6 @@
 """Request bodies for vLLM's token-in, token-out endpoint."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from primerl.types import SamplingParams
@@ -15,6 +16,7 @@ def generate_body(
     adapter: str | None = None,
     routes_start: int | None = None,
     priority: int = 0,
+    transfer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return a request for one completion, without its prompt.
 
@@ -28,6 +30,7 @@ def generate_body(
         routes_start: the first token whose expert routes the response is to have, for a server
             that returns routes; None for other servers.
         priority: smaller values are scheduled first.
+        transfer: what a prefill server's response says about the prompt's keys and values.
     """
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
@@ -47,7 +50,26 @@ def generate_body(
         sampling["routed_experts_prompt_start"] = routes_start
     body: dict[str, Any] = {"sampling_params": sampling, "cache_salt": salt}
     body |= {} if adapter is None else {"model": adapter}
+    body |= {} if transfer is None else {"kv_transfer_params": transfer}
     return body | ({"priority": priority} if priority else {})
+
+
+def prefill_body(
+    *, salt: str, adapter: str | None = None, routes_start: int | None = None
+) -> dict[str, Any]:
+    """Return a request to compute a prompt for another server, without the prompt.
+
+    vLLM samples one token, too. The response has the parameters by which the other server loads the
+    keys and values, if its connector needs any. The arguments are those of ``generate_body``.
+    """
+    params = SamplingParams(max_tokens=1, temperature=0)
+    return generate_body(
+        params,
+        salt=salt,
+        adapter=adapter,
+        routes_start=routes_start,
+        transfer={"do_remote_decode": True, "do_remote_prefill": False},
+    )
 
 
 def score_body(

@@ -68,6 +68,7 @@ class Response(msgspec.Struct):
     model: str | None = None
     usage: Usage | None = None
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ModelCard(msgspec.Struct):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -35,6 +36,7 @@ from primerl._common.digests import TensorDigest
 from primerl._common.threads import in_thread, thread_count
 from primerl.serving.names import FOLDER_BACKEND, NCCL_BACKEND
 from primerl.serving.worker.checked_loading import LoadedTensors, load_checked
+from primerl.serving.worker.folder_connector import FolderConnector
 from primerl.serving.worker.loaded_adapters import HeldAdapters
 from primerl.serving.worker.preparation import GRACE_S, Preparation
 from primerl.serving.worker.reload_refusals import reload_refusal
@@ -120,6 +122,7 @@ class LayerwiseTransfer(WeightTransferEngine[NothingAgreed, Any]):
 
     def start_weight_update(self) -> None:
         """Replace packed parameters by parameters in the checkpoint's layout."""
+        _label_shared_keys(None, "")
         self._discard_half_loaded()
         self._half_loaded = True
         initialize_layerwise_reload(self.model)
@@ -341,6 +344,17 @@ def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
     return 0
 
 
+def _shared_keys() -> FolderConnector | None:
+    """Return the connector by which this worker shares keys and values, if it is primerl's."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector if isinstance(connector, FolderConnector) else None
+
+
+def _label_shared_keys(label: str | None, place: str) -> None:
+    if (connector := _shared_keys()) is not None:
+        connector.weights_are(label, place)
+
+
 class WeightReceiver:
     """Worker extension: methods added to vLLM's workers, named in ``primerl.serving.names``."""
 
@@ -395,14 +409,32 @@ class WeightReceiver:
         """Return the vocabulary size, in a mapping because vLLM sends a bare number as text."""
         return {"vocab_size": int(self.model_runner.model_config.get_vocab_size())}
 
-    def served_routes(self) -> dict[str, bool]:
-        """Return ``{"loaded": ...}``: whether a KV connector loads keys and values from elsewhere.
+    def served_routes(self) -> dict[str, Any]:
+        """Return ``loaded connector role folder``, of the KV connector.
 
-        The server does not know the expert routes of loaded tokens, and vLLM 0.32 exits if a
-        request asks for them. It always knows the routes of a prompt's last token.
+        ``loaded`` says whether the server loads keys and values from elsewhere. It does not know
+        the expert routes of loaded tokens, and vLLM 0.32 exits if a request asks for them. It
+        always knows the routes of a prompt's last token.
         """
-        connector = self.vllm_config.kv_transfer_config
-        return {"loaded": connector is not None and connector.kv_connector is not None}
+        config = self.vllm_config.kv_transfer_config
+        if config is None or config.kv_connector is None:
+            return {"loaded": False, "connector": "", "role": "", "folder": ""}
+        # ExampleConnector loads whatever its role is.
+        loaded = config.is_kv_consumer or config.kv_connector == "ExampleConnector"
+        return {
+            "loaded": loaded,
+            "connector": config.kv_connector,
+            "role": config.kv_role,
+            "folder": str(config.get_from_extra_config("folder", "")),
+        }
+
+    def label_shared_keys(self, label: str, place: str) -> dict[str, bool]:
+        """Share keys and values of requests with the salt ``label``, in the folder ``place``.
+
+        Returns ``{"shared": ...}``: whether this worker has primerl's connector.
+        """
+        _label_shared_keys(label, place)
+        return {"shared": _shared_keys() is not None}
 
     def read_weights(self, names: list[str], turn: int = 0) -> list[dict[str, Any]]:
         """Return digests of this worker's tensors that correspond to the published ``names``."""

@@ -1,0 +1,121 @@
+"""Prompts that one server computes for another, which loads their keys and values and samples."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import attrs
+import numpy as np
+
+from primerl.rollout.engines.contract import BadCompletion
+from primerl.serving.client.expert_routes import CacheSources, RouteWriter
+from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.servers import ServerState
+from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
+from primerl.serving.protocol import requests, responses
+from primerl.types import PolicyVersion, SamplingParams
+
+PARAMETERS_BYTES = 16  # bound on a prompt token's share of the transfer parameters
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Prefill:
+    """A prompt that a server has computed for another."""
+
+    version: PolicyVersion
+    """The version of the weights that computed it."""
+    transfer: dict[str, Any] | None
+    """What the other server needs to load keys and values; None if it finds them by itself."""
+    rows: np.ndarray | None
+    """The expert routes of the prompt's tokens from ``routes_start`` to the last but one."""
+
+
+class PrefillServers:
+    """Sender of prompts to the prefill servers of a fleet; used on its event loop.
+
+    Args:
+        fleet: the servers.
+        recorder: the recorder of expert routes; None if they are not recorded.
+        sources: the servers' KV connectors.
+        ask: a function that sends a request body for a prompt to a server and returns the response,
+            or None if the server failed.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        recorder: RouteWriter | None,
+        sources: CacheSources,
+        ask: Callable[..., Awaitable[responses.Response | None]],
+    ) -> None:
+        self._fleet = fleet
+        self._recorder = recorder
+        self._sources = sources
+        self._ask = ask
+        self._prompts = SessionPrompts()
+
+    async def prefill(
+        self,
+        server: ServerState,
+        prompt: SessionPrompt,
+        params: SamplingParams,
+        session: str | None,
+    ) -> Prefill | None:
+        """Have a prompt computed for ``server``; return None if ``server`` is to compute it.
+
+        It does if too few tokens are new to it, if no prefill server has its weights, or if the
+        prefill server fails or gets other weights meanwhile.
+
+        Raises:
+            BadCompletion: the response breaks the contract of engines, or lacks expert routes.
+            RuntimeError: the two servers can't share keys and values.
+        """
+        length = len(prompt.token_ids)
+        new = length - (prompt.held_tokens if prompt.held_by == server.url else 0)
+        if self._recorder is None and new < self._fleet.settings.prefill_from:
+            return None
+        label = server.label
+        source = self._fleet.servers.choose_prefill(session, label=label)
+        if source is None:
+            return None
+        await self._sources.refuse_mismatch(source, server)
+        with self._prompts.sent(session, prompt.token_ids) as sent:
+            return await self._computed(source, sent, params, session, label)
+
+    async def _computed(
+        self,
+        source: ServerState,
+        prompt: SessionPrompt,
+        params: SamplingParams,
+        session: str | None,
+        label: str | None,
+    ) -> Prefill | None:
+        length = len(prompt.token_ids)
+        expected = routes_start = None
+        if self._recorder is not None:
+            routes_start = params.routes_start
+            expected = self._recorder.expect(length, attrs.evolve(params, max_tokens=1))
+        adapter = self._fleet.adapter_of(source)
+        body = requests.prefill_body(salt=label or "", adapter=adapter, routes_start=routes_start)
+        max_bytes = responses.most_bytes(1) + PARAMETERS_BYTES * length
+        response = await self._ask(source, prompt, body, max_bytes, expected, session=session)
+        if response is None:
+            return None
+        choice = response.choices[0]
+        versions = responses.token_versions(choice, self._fleet.number, adapter=adapter)
+        if choice.finish_reason != "length" or versions != [self._fleet.number(label)]:
+            log.info("%s was interrupted or updated while it computed a prompt", source.url)
+            return None
+        rows = None
+        if expected is not None:
+            rows = await expected.rows(choice)
+            if rows is None or len(rows) != length - params.routes_start:
+                raise BadCompletion(
+                    f"{source.url} sent expert routes of {0 if rows is None else len(rows)} tokens "
+                    f"of a prompt, expected {length - params.routes_start}"
+                )
+            # The server that samples computes the last token itself, and has its routes.
+            rows = rows[:-1]
+        return Prefill(version=versions[0] or 0, transfer=response.kv_transfer_params, rows=rows)

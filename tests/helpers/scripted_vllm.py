@@ -76,6 +76,7 @@ class ScriptedVLLM:
         self.read_s = 0.0  # time to read an adapter
         self.decode = str  # token ids to text
         self.refuse = lambda body: False  # whether to refuse a generate request
+        self.transfer = None  # kv_transfer_params of its responses
 
     @property
     def url(self):
@@ -361,5 +362,6 @@ class ScriptedVLLM:
             "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)},
             "prompt_logprobs": scores,
             "choices": [choice],
+            "kv_transfer_params": self.transfer,
         }
         return 200, self.edit(json.dumps(answer).encode())

@@ -437,6 +437,7 @@ def test_the_order_of_an_update(server, make, on_update, pause):
     assert len(ticket) == 16
     prepare = {"update": update, "ticket": ticket}
     last = prepare | {"timeout_s": 60.0}
+    labelled = {"label": "abc-2", "place": server.calls[-3][1]["kwargs"]["place"]}
     assert server.calls == [
         ("/collective_rpc", {"method": "prepare_weights", "kwargs": prepare}),
         ("/collective_rpc", {"method": "prepare_weights", "kwargs": last}),
@@ -444,7 +445,7 @@ def test_the_order_of_an_update(server, make, on_update, pause):
         ("/start_weight_update", {}),
         ("/update_weights", {"update_info": update}),
         ("/finish_weight_update", {"weight_version": "abc-2"}),
-        ("/collective_rpc", {"method": "label_shared_keys", "kwargs": {"label": "abc-2"}}),
+        ("/collective_rpc", {"method": "label_shared_keys", "kwargs": labelled}),
         ("/resume", {}),
         ("/collective_rpc", {"method": "weight_receipt", "kwargs": {}}),
     ]

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from primerl.serving.worker.reload_refusals import reload_refusal
 
 
@@ -30,3 +32,18 @@ def test_padded_experts_are_not_reloaded():
 
 def test_other_servers_are_reloaded():
     assert reload_refusal(parallel_config=parallel(enable_eplb=False), most_rank=0) == ""
+
+
+@pytest.mark.parametrize("unsafe", ["ExampleConnector", "LMCacheConnectorV1", "OfTheFuture"])
+def test_a_store_of_keys_that_does_not_know_the_weights(unsafe):
+    config = parallel(enable_eplb=False)
+    for connectors in ([unsafe], ["MultiConnector", "OffloadingConnector", unsafe]):
+        refused = reload_refusal(parallel_config=config, most_rank=0, connectors=connectors)
+        assert f"KV connector {unsafe} can't be sent weights" in refused
+        assert "serving.kv_folder" in refused
+
+
+def test_connectors_with_which_weights_are_reloaded():
+    config = parallel(enable_eplb=False)
+    for name in ("FolderConnector", "NixlConnector", "OffloadingConnector"):
+        assert reload_refusal(parallel_config=config, most_rank=0, connectors=[name]) == ""

@@ -161,8 +161,9 @@ class KnownServers:
 
     @property
     def version(self) -> PolicyVersion:
-        """The oldest version that a server in use serves; it never decreases."""
-        served = [one.version for one in self.serving() if one.version is not None]
+        """The oldest version that a server in use samples with; it never decreases."""
+        sampling = [one for one in self.serving() if one.role == "decode"]
+        served = [one.version for one in sampling if one.version is not None]
         self._floor = max([self._floor, min(served)] if served else [self._floor])
         return self._floor
 

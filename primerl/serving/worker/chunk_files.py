@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _DIGEST_BYTES = 20
-PLACES = "????????-*"  # the folders that ``Updates`` names
+_PLACES = "????????-*"  # the folders that ``Updates`` names
 
 
 class ChunkFiles:
@@ -111,7 +111,7 @@ class ChunkFiles:
                 older.append(int(version))
         if older:
             kept.add(f"{run}-{max(older)}")
-        for folder in self.folder.glob(PLACES):
+        for folder in self.folder.glob(_PLACES):
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)  # another server removes it, too
 

@@ -344,6 +344,14 @@ def _padded_experts(model: torch.nn.Module, device: torch.device) -> int:
     return 0
 
 
+def _connectors(config: Any) -> list[str]:
+    """Return the names of a server's KV connectors, those within a MultiConnector included."""
+    if config is None or config.kv_connector is None:
+        return []
+    children = config.get_from_extra_config("connectors", [])
+    return [config.kv_connector, *(str(one.get("kv_connector")) for one in children)]
+
+
 def _shared_keys() -> FolderConnector | None:
     """Return the connector by which this worker shares keys and values, if it is primerl's."""
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
@@ -393,11 +401,12 @@ class WeightReceiver:
         return {"prepared": found is not None, **(found or {})}
 
     def reload_refusal(self) -> dict[str, str]:
-        """Return why the server can't be sent weights (adapters, moved or padded experts)."""
+        """Return why the server can't be sent weights (adapters, moved or padded experts, connectors)."""
         refused = reload_refusal(
             parallel_config=self.parallel_config,
             most_rank=HeldAdapters(self.model_runner).most_rank,
             padded_experts=_padded_experts(self.model_runner.model, self.device),
+            connectors=_connectors(self.vllm_config.kv_transfer_config),
         )
         return {"refused": refused}
 

@@ -1,15 +1,35 @@
 """Check for servers whose weights vLLM 0.32 can't update correctly."""
 
+from collections.abc import Sequence
 from typing import Any
 
+# Connectors that move a prompt once, or store for one server and forget all at an update, or know
+# which weights computed what they store.
+_RELOADABLE_CONNECTORS = (
+    "FolderConnector",
+    "MoRIIOConnector",
+    "MooncakeConnector",
+    "MultiConnector",
+    "NixlConnector",
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+)
 
-def reload_refusal(*, parallel_config: Any, most_rank: int, padded_experts: int = 0) -> str:
+
+def reload_refusal(
+    *,
+    parallel_config: Any,
+    most_rank: int,
+    padded_experts: int = 0,
+    connectors: Sequence[str] = (),
+) -> str:
     """Return why a server would not compute with the weights that it is sent; "" if it would.
 
     Args:
         parallel_config: vLLM's ``ParallelConfig``.
         most_rank: the largest rank of adapters that the server can load, 0 for none.
         padded_experts: the intermediate size of the experts that the server has padded, 0 for none.
+        connectors: the names of the server's KV connectors.
     """
     if most_rank:
         return (
@@ -27,5 +47,13 @@ def reload_refusal(*, parallel_config: Any, most_rank: int, padded_experts: int 
             f"a server on a CPU that has padded its experts of {padded_experts} intermediate "
             "dimensions can't be sent weights (vLLM 0.32): use a model whose "
             "moe_intermediate_size is a multiple of 32, or a GPU"
+        )
+    unsafe = [name for name in connectors if name not in _RELOADABLE_CONNECTORS]
+    if unsafe:
+        return (
+            f"a server with the KV connector {unsafe[0]} can't be sent weights (vLLM 0.32): servers "
+            "would load keys and values that other weights computed. Share them with "
+            "kv_transfer_config=serving.kv_folder(folder), or keep them in host memory with "
+            "OffloadingConnector"
         )
     return ""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -221,6 +222,45 @@ def test_a_version_that_is_published_again_has_another_place(decode, make):
     assert first != again
     assert first[-2:] == again[-2:] == "-1"
     assert again[:8] == later[:8]
+
+
+def test_with_routes_a_request_waits_until_both_servers_are_updated(decode, prefill, make):
+    store = routed(decode, prefill)
+    decode.label, prefill.label = "abc-1", "abc-0"
+    engine = make(run="abc", adopt=False, routes=store)
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(generate, engine, temperature=1.0)
+        time.sleep(0.3)
+        assert prefill.bodies == decode.bodies == []
+        prefill.label = "abc-1"
+        request.result(30)
+    assert prompts(prefill) == [PROMPT]
+    assert [how["start"] for _, how in store.puts] == [0]
+
+
+def test_with_routes_a_prompt_is_computed_again_after_an_update(decode, prefill, make):
+    store = routed(decode, prefill)
+    decode.label = prefill.label = "abc-0"
+    engine = make(run="abc", adopt=False, routes=store)
+
+    def updated(_):
+        decode.label = prefill.label = "abc-1"
+        return False
+
+    prefill.refuse = updated
+    completion = generate(engine, temperature=1.0)
+    assert completion.versions.tolist() == [1, 1]
+    assert len(prefill.bodies) == 2
+    assert [how["start"] for _, how in store.puts] == [0]
+
+
+def test_servers_that_keep_different_weights(decode, prefill, make, monkeypatch):
+    monkeypatch.setattr("primerl.serving.client.prefill.SKEW_S", 0.2)
+    store = routed(decode, prefill)
+    decode.label, prefill.label = "abc-1", "abc-0"
+    generate(make(run="abc", adopt=False, routes=store), temperature=1.0)
+    assert prefill.bodies == []
+    assert [how["start"] for _, how in store.puts] == [len(PROMPT) - 1]
 
 
 # ---- faults ----

@@ -251,11 +251,7 @@ def servers_with_routes(request, serve_routes, tmp_path_factory):
     if "loading_server" in names:
         stored = tmp_path_factory.mktemp("keys_and_values")
         made["loading_server"] = serve_routes(
-            kv_transfer_config={
-                "kv_connector": "ExampleConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"shared_storage_path": str(stored)},
-            }
+            kv_transfer_config=serving.kv_folder(stored / "store", chunk_tokens=32),
         )
     with started(*made.values()):
         yield made

@@ -9,22 +9,30 @@ import base64
 import io
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import attrs
 import httpx
 import numpy as np
 import pytest
 import torch
+from expected_routes import expected
 
 from primerl import replay, serving, weights
-from primerl.parity.reference import recorded
 from primerl.replay import fetching
-from primerl.serving.names import COLLECTIVE_RPC, GENERATE, METRICS, PAUSE, SERVED_ROUTES
+from primerl.serving.names import (
+    COLLECTIVE_RPC,
+    GENERATE,
+    LABEL_SHARED_KEYS,
+    METRICS,
+    PAUSE,
+    SERVED_ROUTES,
+)
 from primerl.types import Sample, SamplingParams
 
 LAYERS, K, BLOCK = 4, 2, 32
-NEAR_TIE = 1e-5  # of router logits, far above their rounding
 CHATS, TOKENS = 3, 24
+CLOSE, VISIBLY_WRONG = 5e-5, 0.05  # of logprobs in float32
 
 
 @attrs.frozen
@@ -54,9 +62,9 @@ class Client:
     def __exit__(self, *error):
         self._http.close()
 
-    def generate(self, prompt, *, start, tokens=TOKENS):
+    def generate(self, prompt, *, start, tokens=TOKENS, salt=None):
         sampling = {"max_tokens": tokens, "ignore_eos": True, "routed_experts_prompt_start": start}
-        body = {"token_ids": prompt, "sampling_params": sampling}
+        body = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
         answer = self._http.post(GENERATE, json=body).raise_for_status().json()
         [choice] = answer["choices"]
         return Reply(
@@ -82,26 +90,6 @@ class Client:
 
 def random_tokens(count, *, seed):
     return np.random.default_rng(seed).integers(2, 512, count).tolist()
-
-
-def expected(model, token_ids):
-    """Each token's experts in order, whether they are near a tie, and the layers that have some."""
-    gaps = []
-
-    def note(gate, args):
-        logits = torch.nn.functional.linear(args[0].flatten(0, -2), gate.weight)
-        best = logits.topk(K + 1).values
-        gaps.append(best[:, K - 1] - best[:, K])
-
-    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
-    hooks = [gate.register_forward_pre_hook(note) for gate in gates]
-    with recorded(model) as choices, torch.no_grad():
-        model(torch.tensor([token_ids]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    layers = [int(name.split(".")[2]) for name in choices]
-    experts = torch.stack([chosen for [chosen] in choices.values()], dim=1).sort(-1).values
-    return experts.numpy(), (torch.stack(gaps, dim=1) < NEAR_TIE).numpy(), layers
 
 
 def claimed_versions(reply):
@@ -159,7 +147,7 @@ def play(server, model, states):
         ThreadPoolExecutor(CHATS) as threads,
         serving.VLLMEngine(server) as engine,
     ):
-        assert client.served_routes() == {"loaded": False}
+        assert not client.served_routes()["loaded"]
         transport = weights.SharedMemory(model, engine)
         publish(0)
         for turn, in_flight, between in [(0, 1, None), (1, None, None), (2, None, 2), (3, 3, None)]:
@@ -210,21 +198,75 @@ def test_rows_of_what_was_loaded_are_not_asked_for(loading_server, routed_model)
     model, states = routed_model(seed=0), [routed_model(seed=0).state_dict()]
     prompt = random_tokens(3 * BLOCK + 14, seed=0)
     hits = "vllm:external_prefix_cache_hits_total"
-    with Client(loading_server) as client:
-        assert client.served_routes() == {"loaded": True}
-        prefilled = client.generate(prompt, start=0, tokens=1)
+    with Client(loading_server) as client, serving.VLLMEngine(loading_server, run="own") as engine:
+        weights.SharedMemory(model, engine).publish(0)
+        assert client.served_routes()["loaded"]
+        prefilled = client.generate(prompt, start=0, tokens=1, salt="own-0")
         client.post("/reset_prefix_cache")  # now as a server whose prompts others prefill
-        assert client.counter(hits) == 0
-        decoded = client.generate(prompt, start=len(prompt) - 1, tokens=5)
-        assert client.counter(hits) == decoded.cached == 3 * BLOCK
-        again = client.generate(prompt, start=len(prompt) - 1, tokens=5)
-        assert client.counter(hits) == again.cached == 3 * BLOCK, "these were its own by now"
+        before = client.counter(hits)
+        decoded = client.generate(prompt, start=len(prompt) - 1, tokens=5, salt="own-0")
+        assert client.counter(hits) - before == decoded.cached == 3 * BLOCK
+        again = client.generate(prompt, start=len(prompt) - 1, tokens=5, salt="own-0")
+        assert again.cached == 3 * BLOCK
+        assert client.counter(hits) - before == 3 * BLOCK, "these were its own by now"
 
     assert [len(reply.routes) for reply in (prefilled, decoded, again)] == [len(prompt), 5, 5]
     for reply in (prefilled, decoded, again):
         [span] = reply.spans
-        checkpoint = attrs.evolve(reply, spans=[{**span, "version": "0"}])
-        assert misaligned(checkpoint, model, states)[1] == []
+        assert span["version"] == "own-0"
+        assert misaligned(reply, model, states)[1] == []
+
+
+def test_keys_that_older_weights_stored_are_not_loaded(loading_server, routed_model):
+    """And the prompt's logprobs show it, if the folder did not change with the weights."""
+    prompt = np.random.default_rng(3).integers(2, 512, 5 * BLOCK + 1).tolist()
+    hits = "vllm:external_prefix_cache_hits_total"
+    model = routed_model(seed=1)
+
+    def error(engine):
+        params = SamplingParams(max_tokens=2, temperature=0.0, routes_start=len(prompt) - 1)
+        completion = asyncio.run(engine.generate(prompt, params))
+        token_ids = torch.tensor([[*prompt, *completion.token_ids.tolist()]])
+        with torch.no_grad():
+            logprobs = model(token_ids).logits[0, -3:-1].log_softmax(-1)
+        own = logprobs.gather(1, token_ids[0, -2:, None])[:, 0].numpy()
+        return abs(own - completion.logprobs).max()
+
+    def loaded(engine):
+        (found,) = engine.metrics().values()
+        return found[hits]
+
+    store = replay.Store(replay.shape(model))
+    with store, serving.VLLMEngine(loading_server, routes=store, run="keys") as engine:
+        transport = weights.SharedMemory(model, engine)
+        transport.publish(0)
+        assert error(engine) < CLOSE
+        engine.call("/reset_prefix_cache")
+        before = loaded(engine)
+        assert error(engine) < CLOSE
+        assert loaded(engine) - before == 5 * BLOCK, "stored, and loaded"
+
+        model.load_state_dict(routed_model(seed=2).state_dict())
+        before = loaded(engine)
+        transport.publish(1)
+        assert error(engine) < CLOSE
+        assert loaded(engine) == before, "nothing of version 0"
+        weights.Canary(model, engine).check(1)
+
+        # The same without a new folder.
+        (place,) = [place for place in places(loading_server) if place.endswith("-1")]
+        kept = {"label": "keys-2", "place": place}
+        model.load_state_dict(routed_model(seed=3).state_dict())
+        transport.publish(2)
+        engine.call(COLLECTIVE_RPC, {"method": LABEL_SHARED_KEYS, "kwargs": kept})
+        assert error(engine) > VISIBLY_WRONG
+        assert loaded(engine) - before == 5 * BLOCK
+
+
+def places(server):
+    """The folders of weights in the store of a server."""
+    with Client(server) as client:
+        return [one.name for one in Path(client.served_routes()["folder"]).iterdir()]
 
 
 def two_turns(server, model):

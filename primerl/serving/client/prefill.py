@@ -1,5 +1,6 @@
 """Prompts that one server computes for another, which loads their keys and values and samples."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -8,6 +9,7 @@ import attrs
 import numpy as np
 
 from primerl.rollout.engines.contract import BadCompletion
+from primerl.rollout.processes.running_clock import running_time
 from primerl.serving.client.expert_routes import CacheSources, RouteWriter
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.servers import ServerState
@@ -15,6 +17,8 @@ from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
 from primerl.serving.protocol import requests, responses
 from primerl.types import PolicyVersion, SamplingParams
 
+SKEW_S = 10.0  # how long a request waits until servers of both roles have the same weights
+SKEW_POLL_S = 0.05
 PARAMETERS_BYTES = 16  # bound on a prompt token's share of the transfer parameters
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,10 @@ class Prefill:
     """What the other server needs to load keys and values; None if it finds them by itself."""
     rows: np.ndarray | None
     """The expert routes of the prompt's tokens from ``routes_start`` to the last but one."""
+
+
+class _Updated(Exception):
+    """Signal that a prefill server computed a prompt with other weights than expected."""
 
 
 class PrefillServers:
@@ -65,8 +73,9 @@ class PrefillServers:
     ) -> Prefill | None:
         """Have a prompt computed for ``server``; return None if ``server`` is to compute it.
 
-        It does if too few tokens are new to it, if no prefill server has its weights, or if the
-        prefill server fails or gets other weights meanwhile.
+        It does if too few tokens are new to it, or if no prefill server is there or answers. If the
+        servers have different weights during an update, it does at once without expert routes, and
+        otherwise after ``SKEW_S``.
 
         Raises:
             BadCompletion: the response breaks the contract of engines, or lacks expert routes.
@@ -76,13 +85,23 @@ class PrefillServers:
         new = length - (prompt.held_tokens if prompt.held_by == server.url else 0)
         if self._recorder is None and new < self._fleet.settings.prefill_from:
             return None
-        label = server.label
-        source = self._fleet.servers.choose_prefill(session, label=label)
-        if source is None:
-            return None
-        await self._sources.refuse_mismatch(source, server)
-        with self._prompts.sent(session, prompt.token_ids) as sent:
-            return await self._computed(source, sent, params, session, label)
+        deadline = running_time() + SKEW_S
+        while True:
+            source = self._fleet.servers.choose_prefill(session, label=server.label)
+            try:
+                if source is not None:
+                    await self._sources.refuse_mismatch(source, server)
+                    with self._prompts.sent(session, prompt.token_ids) as sent:
+                        return await self._computed(source, sent, params, session, server.label)
+                if not self._fleet.servers.prefill_differs(server.label):
+                    return None
+            except _Updated:
+                log.info("%s was updated while it computed a prompt", source and source.url)
+            # Without the other server's expert routes, the rollout could not be replayed.
+            if self._recorder is None or running_time() > deadline:
+                log.info("%s and the prefill servers have different weights", server.url)
+                return None
+            await asyncio.sleep(SKEW_POLL_S)
 
     async def _computed(
         self,
@@ -105,8 +124,10 @@ class PrefillServers:
             return None
         choice = response.choices[0]
         versions = responses.token_versions(choice, self._fleet.number, adapter=adapter)
-        if choice.finish_reason != "length" or versions != [self._fleet.number(label)]:
-            log.info("%s was interrupted or updated while it computed a prompt", source.url)
+        if versions != [self._fleet.number(label)]:
+            await self._fleet.poll(source)
+            raise _Updated
+        if choice.finish_reason != "length":
             return None
         rows = None
         if expected is not None:

@@ -212,6 +212,13 @@ class KnownServers:
         serving = [one for one in self.serving() if one.role == "prefill" and one.label == label]
         return self._choose(session, serving)
 
+    def prefill_differs(self, label: str | None) -> bool:
+        """Return whether a live prefill server has another version of this run than ``label``."""
+        return any(
+            one.role == "prefill" and one.version is not None and one.label != label
+            for one in self.live()
+        )
+
     def _choose(self, session: str | None, candidates: list[ServerState]) -> ServerState | None:
         if not candidates:
             return None

@@ -401,7 +401,7 @@ class WeightReceiver:
         return {"prepared": found is not None, **(found or {})}
 
     def reload_refusal(self) -> dict[str, str]:
-        """Return why the server can't be sent weights (adapters, moved or padded experts, connectors)."""
+        """Return why the server can't be sent weights, such as adapters or moved experts."""
         refused = reload_refusal(
             parallel_config=self.parallel_config,
             most_rank=HeldAdapters(self.model_runner).most_rank,

@@ -51,8 +51,8 @@ def reload_refusal(
     unsafe = [name for name in connectors if name not in _RELOADABLE_CONNECTORS]
     if unsafe:
         return (
-            f"a server with the KV connector {unsafe[0]} can't be sent weights (vLLM 0.32): servers "
-            "would load keys and values that other weights computed. Share them with "
+            f"a server with the KV connector {unsafe[0]} can't be sent weights (vLLM 0.32): it "
+            "could load keys and values that other weights computed. Share them with "
             "kv_transfer_config=serving.kv_folder(folder), or keep them in host memory with "
             "OffloadingConnector"
         )

@@ -60,8 +60,8 @@ class VLLMEngine:
             of a file with one url per line, which all copies read again when it changes.
         prefill: servers, given likewise, that compute prompts for the others, which then load their
             keys and values and sample. All of them need a KV connector (``serving.kv_folder``, or
-            one of vLLM's). While no such server has the weights of the server that samples, that
-            one computes the prompt itself.
+            one of vLLM's). A server computes a prompt itself while no prefill server has its
+            weights.
         prefill_from: the number of tokens of a prompt, not counting those that the server of its
             session has already, from which on they are computed by ``prefill``. With ``routes``,
             they are always computed there, because only the server that computes a token knows its

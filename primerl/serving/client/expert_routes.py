@@ -151,7 +151,7 @@ class CacheSources:
         return params.routes_start
 
     async def refuse_mismatch(self, prefill: ServerState, decode: ServerState) -> None:
-        """Check that one server can load what the other computes, as far as they say.
+        """Check that ``decode`` can load what ``prefill`` computes, as far as the servers say.
 
         Raises:
             RuntimeError: a server has no connector, or one of the wrong role, or theirs differ.

@@ -1,4 +1,4 @@
-"""Prompts that one server computes for another, which loads their keys and values and samples."""
+"""Prompts that prefill servers compute; the servers that sample load their keys and values."""
 
 import asyncio
 import logging

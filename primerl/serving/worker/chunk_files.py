@@ -99,8 +99,8 @@ class ChunkFiles:
     def remove_others(self, place: str) -> None:
         """Remove what other weights stored, but for the version before ``place``.
 
-        Servers that are not updated yet still share that one. A server that needs a removed file
-        computes its keys and values again, or fails the request that was about to load it.
+        Servers that are not updated yet still share that version. If a removed file was about to
+        be loaded, its request fails and is sent again.
         """
         run, _, newest = place.rpartition("-")
         kept = {place}

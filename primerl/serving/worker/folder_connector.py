@@ -60,8 +60,8 @@ class StepCopies(KVConnectorMetadata):
 
 
 @attrs.define(eq=False)
-class _Prompt:
-    """What the scheduler knows of a request."""
+class _SharedPrompt:
+    """A request's prompt, as the scheduler knows it."""
 
     salt: str
     tokens: int
@@ -102,7 +102,7 @@ class FolderConnector(KVConnectorBase_V1):
         self._label = WeightsLabel(str(config.engine_id))
         self._loads = config.is_kv_consumer
         self._saves = config.is_kv_producer
-        self._prompts: dict[str, _Prompt] = {}
+        self._prompts: dict[str, _SharedPrompt] = {}
         self._caches: dict[str, Tensor] = {}
         self._damaged: set[int] = set()
 
@@ -125,12 +125,12 @@ class FolderConnector(KVConnectorBase_V1):
         blocks = min(chunks * self._files.tokens, prompt.tokens - 1) // self._block
         return max(0, blocks * self._block - num_computed_tokens), False
 
-    def _prompt_of(self, request: Any) -> _Prompt:
+    def _prompt_of(self, request: Any) -> _SharedPrompt:
         known = self._prompts.get(request.request_id)
         # A request with sampled tokens was interrupted, perhaps by an update, and is not shared.
         if known is not None and not request.num_output_tokens:
             return known
-        prompt = _Prompt(request.cache_salt or "", request.num_prompt_tokens)
+        prompt = _SharedPrompt(request.cache_salt or "", request.num_prompt_tokens)
         private = request.num_output_tokens or request.mm_features or request.lora_request
         if not private and request.prompt_token_ids is not None:
             prompt.names = self._files.names(request.prompt_token_ids)
@@ -173,7 +173,7 @@ class FolderConnector(KVConnectorBase_V1):
         return copies
 
     def _copies_to_load(
-        self, place: str, prompt: _Prompt, blocks: Sequence[int]
+        self, place: str, prompt: _SharedPrompt, blocks: Sequence[int]
     ) -> list[ChunkCopy]:
         first, last = prompt.held // self._files.tokens, -(-prompt.loaded // self._files.tokens)
         copies = [self._copy_of(place, prompt.names, one, blocks) for one in range(first, last)]

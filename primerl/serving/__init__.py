@@ -12,12 +12,31 @@ of ``weights`` publish, so this package imports both. ``VLLMEngine`` is imported
 import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
+from primerl.serving.client.routing import (
+    RoutedPlace,
+    RoutedRequest,
+    cost_aware,
+    least_loaded,
+    of_session,
+    prefix_aware,
+)
 from primerl.serving.server.child import VLLMServer, serve_vllm
 
 if TYPE_CHECKING:
     from primerl.serving.client.engine import VLLMEngine
 
-__all__ = ["VLLMEngine", "VLLMServer", "default_engine", "serve_vllm"]
+__all__ = [
+    "RoutedPlace",
+    "RoutedRequest",
+    "VLLMEngine",
+    "VLLMServer",
+    "cost_aware",
+    "default_engine",
+    "least_loaded",
+    "of_session",
+    "prefix_aware",
+    "serve_vllm",
+]
 
 
 def default_engine() -> Literal["transformers", "vllm"]:

@@ -10,6 +10,7 @@ from publishing import ROUNDING, check_logprobs, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
 from primerl import loss, models, rollout, serving, testing, weights
+from primerl.serving.client.routing import RoutedRequest
 from primerl.serving.client.servers import KnownServers
 from primerl.types import SamplingParams, TrainingSample
 
@@ -265,7 +266,8 @@ def session_names(urls, counts):
         servers.reported(one, "run-0", 0)
     names = {url: [] for url in urls}
     for n in range(1000):
-        names[servers.choose(str(n)).url].append(str(n))
+        server, _ = servers.choose(RoutedRequest(tokens=0, session=str(n)))
+        names[server.url].append(str(n))
     return [name for url, count in zip(urls, counts, strict=True) for name in names[url][:count]]
 
 

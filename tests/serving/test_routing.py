@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_vllm import ScriptedVLLM
+from simulated_fleet import play, sessions_of_groups
 
 from primerl import serving
 from primerl.serving import (
@@ -174,6 +175,30 @@ def test_a_block_is_held_only_with_all_blocks_before_it(prompts):
         for other in chains:
             singly = [held.tokens([one]) > 0 for one in other]
             assert singly == sorted(singly, reverse=True)
+
+
+# ---- simulated fleets ----
+
+
+def test_groups_with_a_shared_system_prompt_are_cached_best_by_prefix():
+    """Of 40 blocks, 32 are shared by all and 8 by the group: at most 99% can be cached."""
+    cached = {}
+    for policy in POLICIES:
+        sessions = sessions_of_groups(32, size=8, shared=32, own=8, turns=1, added=0, tool_s=1.0)
+        cached[policy] = play(policy, sessions, servers=4, at_once=64).cached
+    assert cached[prefix_aware] > 0.95
+    assert cached[cost_aware] > cached[least_loaded]
+    assert 0.75 < cached[least_loaded] < 0.9
+
+
+def test_turns_are_cached_while_servers_die_except_by_the_least_loaded():
+    cached = {}
+    for policy in POLICIES:
+        sessions = sessions_of_groups(8, size=4, shared=8, own=8, turns=20, added=8, tool_s=2.0)
+        cached[policy] = play(policy, sessions, servers=8, at_once=32, death_every_s=60.0).cached
+    assert cached[least_loaded] < 0.65
+    assert cached[of_session] > 0.8
+    assert min(cached[prefix_aware], cached[cost_aware]) > cached[of_session]
 
 
 # ---- the servers of an engine ----

@@ -12,6 +12,7 @@ of ``weights`` publish, so this package imports both. ``VLLMEngine`` is imported
 import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
+from primerl._common.engine_usage import EngineUsage, engine_usage, usage_together
 from primerl.serving.client.routing import (
     RoutedPlace,
     RoutedRequest,
@@ -26,16 +27,19 @@ if TYPE_CHECKING:
     from primerl.serving.client.engine import VLLMEngine
 
 __all__ = [
+    "EngineUsage",
     "RoutedPlace",
     "RoutedRequest",
     "VLLMEngine",
     "VLLMServer",
     "cost_aware",
     "default_engine",
+    "engine_usage",
     "least_loaded",
     "of_session",
     "prefix_aware",
     "serve_vllm",
+    "usage_together",
 ]
 
 

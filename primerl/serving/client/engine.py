@@ -12,7 +12,7 @@ import numpy as np
 
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.token_sequence import as_int32
-from primerl.serving.client.calls import agreed, call_route, probe, read_metrics
+from primerl.serving.client.calls import agreed, call_route, poll_metrics, probe, read_metrics
 from primerl.serving.client.connection import Connection
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.routing import RoutingPolicy, of_session
@@ -537,6 +537,15 @@ class VLLMEngine:
             RuntimeError: a server failed.
         """
         return self._connected().run(lambda f: read_metrics(f, by_rank, timeout_s=timeout_s))
+
+    async def poll_metrics(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Read what ``engine_usage`` needs, by url, rank and name.
+
+        Servers that are down or do not answer within 5 s are left out.
+        """
+        if (connection := self._connection) is None:
+            connection = await asyncio.to_thread(self._connected)
+        return await asyncio.wrap_future(connection.loop.submit(poll_metrics(connection.fleet)))
 
     def join(self, url: Any) -> None:
         """Add a server in this engine and all its copies."""

@@ -1,4 +1,4 @@
-"""What engines did in an interval, from two readings of their counters.
+"""The usage of engines in an interval, from two readings of their counters.
 
 Counters and gauges have vLLM's names. The rollout worker adds up the usage over a run, and the
 record of the run shows that of each step.

@@ -34,7 +34,6 @@ SHOWN = (
     ("rollout_tokens_per_s", "{:,.0f}"),
     ("engine_decode_tokens_per_s", "{:,.0f}"),
     ("engine_cache_hits", "{:.1%}"),
-    ("engine_running", "{:.1f}"),
     ("engine_waiting", "{:.1f}"),
     ("engine_kv_use", "{:.1%}"),
     ("trainer_wait_s", "{:.2f}"),

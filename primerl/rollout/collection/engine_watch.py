@@ -45,7 +45,7 @@ class EngineWatch:
             try:
                 self.add(await _read(engine), now=time.monotonic())
                 self._failure = ""
-            except Exception as error:  # a user's engine may raise anything, and sampling goes on
+            except Exception as error:  # a user's engine may raise anything; sampling continues
                 if self._failure != summary(error):
                     self._failure = summary(error)
                     log.warning("the engine's metrics could not be read: %s", self._failure)

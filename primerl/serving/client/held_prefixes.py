@@ -1,4 +1,4 @@
-"""The prefixes that a place has probably cached: an approximate record of what was sent there.
+"""The prefixes that a place has probably cached, estimated from the prompts that it was sent.
 
 A prompt is a chain of blocks, each of which has a hash of its tokens and of all tokens before it.
 So a place holds a prefix if it holds the last block of the prefix.

@@ -408,6 +408,10 @@ class Worker:
         and the sum of rewards. ``awaiting_verification``: for each provisional version, the
         finished groups that wait for it.
 
+        Engines with ``metrics()``, read every 5 s: ``engine`` has the totals of all servers
+        together, the fields of ``serving.EngineUsage``. ``servers`` has the rates of each server in
+        the last interval, and, under ``ranks``, those of its data-parallel ranks.
+
         Times in seconds: ``trainer_wait_s`` in ``take``; ``evaluation_wait_s`` waiting for
         evaluations; ``rollout_wait_s`` while the staleness bound let no group run;
         ``loop_lag_p99_s`` and ``loop_lag_max_s``, the lag of the worker's event loop: its 99th

@@ -12,13 +12,37 @@ of ``weights`` publish, so this package imports both. ``VLLMEngine`` is imported
 import importlib.util
 from typing import TYPE_CHECKING, Any, Literal
 
+from primerl._common.engine_usage import EngineUsage, engine_usage, usage_together
+from primerl.serving.client.routing import (
+    RoutedPlace,
+    RoutedRequest,
+    cost_aware,
+    least_loaded,
+    of_session,
+    prefix_aware,
+)
 from primerl.serving.server.child import VLLMServer, serve_vllm
 from primerl.serving.server.kv_folder import kv_folder
 
 if TYPE_CHECKING:
     from primerl.serving.client.engine import VLLMEngine
 
-__all__ = ["VLLMEngine", "VLLMServer", "default_engine", "kv_folder", "serve_vllm"]
+__all__ = [
+    "EngineUsage",
+    "RoutedPlace",
+    "RoutedRequest",
+    "VLLMEngine",
+    "VLLMServer",
+    "cost_aware",
+    "default_engine",
+    "engine_usage",
+    "kv_folder",
+    "least_loaded",
+    "of_session",
+    "prefix_aware",
+    "serve_vllm",
+    "usage_together",
+]
 
 
 def default_engine() -> Literal["transformers", "vllm"]:

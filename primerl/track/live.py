@@ -32,6 +32,10 @@ SHOWN = (
     ("mismatch_kl", "{:.1e}"),
     ("train_tokens_per_s", "{:,.0f}"),
     ("rollout_tokens_per_s", "{:,.0f}"),
+    ("engine_decode_tokens_per_s", "{:,.0f}"),
+    ("engine_cache_hits", "{:.1%}"),
+    ("engine_waiting", "{:.1f}"),
+    ("engine_kv_use", "{:.1%}"),
     ("trainer_wait_s", "{:.2f}"),
     ("rollout_wait_s", "{:.2f}"),
 )
@@ -154,6 +158,8 @@ class LiveView:
         for name, form in SHOWN:
             history = self._history.get(name, [])
             value = metrics.get(name)
+            if name.startswith("engine_") and not history:  # no servers were read
+                continue
             if name == "evaluation" and history:
                 value = history[-1]
             now = form.format(value) if isinstance(value, int | float) else "-"

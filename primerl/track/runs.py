@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from primerl._common.engine_usage import EngineUsage
 from primerl.track.mismatch_gate import MismatchGate
 from primerl.track.record_ends import record_ends
 from primerl.track.record_writer import RecordWriter
@@ -39,6 +40,7 @@ OUTCOME = ("eval_before", "eval_after", "steps", "wall_s", "staleness_max", "mis
 RATES = ("rollout_tokens",)
 SHARES = ("trainer_wait_s", "rollout_wait_s", "evaluation_wait_s")
 GAUGES = ("loop_lag_p99_s",)
+ENGINE = "engine/"  # begins the names of the engines' totals
 CUT_SHORT = ("length", "context")  # stop reasons of rollouts that ran out of tokens or context
 
 
@@ -302,6 +304,7 @@ class Run:
         line |= {name: growth[name] for name in SHARES if name in growth}
         line |= {name: count for name, count in growth.items() if name.startswith("dropped/")}
         line |= {name: totals[name] for name in GAUGES if totals and name in totals}
+        line |= _engine_metrics(growth)
         line |= {"mismatch_kl": None} | numbers
         if lost := self._count_lost():
             line["records_lost"] = lost
@@ -401,6 +404,7 @@ class Run:
         counted = {name: totals[name] for name in (*RATES, *SHARES) if name in totals}
         reasons = totals.get("dropped_by", {})
         counted |= {f"dropped/{reason}": count for reason, count in reasons.items()}
+        counted |= {f"{ENGINE}{name}": value for name, value in totals.get("engine", {}).items()}
         grown = {name: count - self._totals.get(name, 0) for name, count in counted.items()}
         self._totals = counted
         return grown
@@ -468,6 +472,17 @@ def _batch_metrics(
         "staleness_max": int(staleness.max()) if len(staleness) else None,
         "staleness_mean": float(staleness.mean()) if len(staleness) else None,
     }
+
+
+def _engine_metrics(growth: Mapping[str, float]) -> dict[str, float]:
+    """Return the rates of the engines in the step; none if they were not read meanwhile."""
+    counted = {
+        name.removeprefix(ENGINE): value
+        for name, value in growth.items()
+        if name.startswith(ENGINE)
+    }
+    rates = EngineUsage(**counted).rates()
+    return {f"engine_{name}": value for name, value in rates.items()}
 
 
 def _evaluation_metrics(rollouts: Sequence[Rollout | Outcome]) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from primerl.serving.client.routing import RoutedRequest
 from primerl.serving.client.server_urls import ServerUrls
-from primerl.serving.client.servers import KnownServers
+from primerl.serving.client.servers import KnownServers, RankState
 
 URLS = [f"http://r{n}" for n in range(5)]
 SESSIONS = [f"session-{n}" for n in range(200)]
@@ -21,21 +22,31 @@ def serving(urls=URLS, version=1):
     return servers
 
 
+def choose(servers, session=None, **keywords):
+    found = servers.choose(RoutedRequest(tokens=1, session=session), **keywords)
+    return None if found is None else found[0]
+
+
+def choose_rank(servers, session):
+    _, rank = servers.choose(RoutedRequest(tokens=1, session=session))
+    return rank
+
+
 def url_of(servers, session):
-    return servers.choose(session).url
+    return choose(servers, session).url
 
 
 def test_a_server_serves_once_it_holds_weights_of_this_run():
     servers = KnownServers(URLS[:2], version=7)
     first, second = servers
-    assert servers.choose() is None
+    assert choose(servers) is None
     servers.reported(first, "default", None)
-    assert servers.choose() is None
+    assert choose(servers) is None
     assert servers.version == 7
     assert "http://r0 is up, but its weights ('default')" in servers.describe()
     assert "http://r1 is down (not reached yet)" in servers.describe()
     servers.reported(second, "run-8", 8)
-    assert servers.choose() is second
+    assert choose(servers) is second
     assert servers.version == 8
     assert servers.live() == [first, second]
 
@@ -44,9 +55,9 @@ def test_requests_without_a_session_go_to_the_least_loaded():
     servers = serving(URLS[:3])
     a, b, c = servers
     a.in_flight, b.in_flight, c.in_flight = 4, 2, 3
-    assert servers.choose() is b
-    assert servers.choose(avoid={b.url}) is c
-    assert servers.choose(avoid={a.url, b.url, c.url}) is b, "all are avoided: the least loaded"
+    assert choose(servers) is b
+    assert choose(servers, avoid={b.url}) is c
+    assert choose(servers, avoid={a.url, b.url, c.url}) is b, "all are avoided: the least loaded"
 
 
 def test_sessions_are_spread_evenly_and_stay():
@@ -74,34 +85,35 @@ def test_when_a_server_leaves_only_its_own_sessions_move_and_come_back():
 
 def test_a_session_leaves_an_overloaded_server():
     servers = serving(URLS[:2])
-    assigned = servers.choose("chat")
+    assigned = choose(servers, "chat")
     other = next(one for one in servers if one is not assigned)
     assigned.in_flight, other.in_flight = 4, 0  # 4 <= 0 * 1.5 + 4
-    assert servers.choose("chat") is assigned
+    assert choose(servers, "chat") is assigned
     assigned.in_flight = 5
-    assert servers.choose("chat") is other
+    assert choose(servers, "chat") is other
     other.in_flight = 4  # 5 <= 4 * 1.5 + 4
-    assert servers.choose("chat") is assigned
+    assert choose(servers, "chat") is assigned
 
 
 def test_a_session_stays_at_a_data_parallel_rank_until_that_is_overloaded():
     servers = serving(URLS[:1])
     (only,) = servers
-    assert servers.choose_rank(only, "chat") is None, "the number of ranks is not known"
-    only.rank_loads = [0]
-    assert servers.choose_rank(only, "chat") is None, "there is one"
-    only.rank_loads = [0] * 4
-    assert servers.choose_rank(only, None) is None, "the server balances other requests"
-    ranks = {session: servers.choose_rank(only, session) for session in SESSIONS}
+    assert choose_rank(servers, "chat") is None, "the number of ranks is not known"
+    only.ranks = [RankState()]
+    assert choose_rank(servers, "chat") is None, "there is one"
+    only.ranks = [RankState() for _ in range(4)]
+    assert choose_rank(servers, None) is None, "the server balances other requests"
+    ranks = {session: choose_rank(servers, session) for session in SESSIONS}
     counts = [list(ranks.values()).count(rank) for rank in range(4)]
     assert all(25 <= count <= 80 for count in counts), counts  # 50 of 200 each
     home = ranks["session-0"]
-    only.rank_loads[home] = 4  # 4 <= 0 * 1.5 + 4
-    assert servers.choose_rank(only, "session-0") == home
-    only.rank_loads[home] = 5
-    assert servers.choose_rank(only, "session-0") == (1 if home == 0 else 0)
+    only.ranks[home].requests = 4  # 4 <= 0 * 1.5 + 4
+    assert choose_rank(servers, "session-0") == home
+    only.ranks[home].requests = 5
+    assert choose_rank(servers, "session-0") == (1 if home == 0 else 0)
     servers.lost(only, "killed")
-    assert servers.choose_rank(only, "session-0") is None, "it may return with other ranks"
+    servers.reported(only, "run-1", 1)
+    assert choose_rank(servers, "session-0") is None, "it may return with other ranks"
 
 
 def test_version_is_that_of_the_slowest_and_stragglers_are_not_used():
@@ -124,9 +136,9 @@ def test_a_version_learned_from_another_copy_is_a_lower_bound():
     (only,) = servers
     servers.learn(2)
     assert servers.version == 2
-    assert servers.choose() is None
+    assert choose(servers) is None
     servers.reported(only, "run-2", 2)
-    assert servers.choose() is only
+    assert choose(servers) is only
 
 
 def test_reports_out_of_order():
@@ -157,9 +169,9 @@ def test_no_session_overloads_its_server(loads, session):
     servers = serving(URLS[: len(loads)])
     for one, load in zip(servers, loads, strict=True):
         one.in_flight = load
-    chosen = servers.choose(session)
+    chosen = choose(servers, session)
     assert chosen.in_flight <= min(loads) * 1.5 + 4
-    assert servers.choose().in_flight == min(loads)
+    assert choose(servers).in_flight == min(loads)
 
 
 class Fleet(RuleBasedStateMachine):
@@ -199,7 +211,7 @@ class Fleet(RuleBasedStateMachine):
         serving = self.servers.serving()
         assert all(one.alive and one.version >= version for one in serving)
         assert not serving or min(one.version for one in serving) == version
-        chosen = self.servers.choose("session")
+        chosen = choose(self.servers, "session")
         assert (chosen is None) == (not serving)
 
 

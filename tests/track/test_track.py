@@ -18,6 +18,7 @@ from conftest import make_group, make_sample
 
 from primerl import advantage, testing, track
 from primerl._common import progress
+from primerl._common.engine_usage import EngineUsage
 from primerl.types import Group, Outcome, Rollout, Sample
 
 
@@ -1043,6 +1044,60 @@ def test_environments_and_dropped_groups_are_recorded_by_name(tmp_path):
     assert (second["dropped/stale"], second["dropped/failed"]) == (0, 1)
     written = lines(tmp_path / "rollouts.jsonl")
     assert {line["environment"] for line in written} == {"sums", "words"}
+
+
+def engine_totals(**totals):
+    zeros = attrs.asdict(EngineUsage())
+    return {"engine": zeros | totals, "servers": {}}
+
+
+def test_the_usage_of_engines_is_recorded_as_rates_of_the_step(tmp_path, capsys):
+    early = engine_totals(seconds=10.0, generated_tokens=1000.0, kv_use_s=2.0)
+    late = engine_totals(
+        seconds=14.0,
+        generated_tokens=1400.0,
+        prompt_tokens=900.0,
+        queried_tokens=800.0,
+        cached_tokens=600.0,
+        external_tokens=100.0,
+        running_s=32.0,
+        waiting_s=2.0,
+        kv_use_s=4.0,
+        preemptions=3.0,
+    )
+    with track.Run(tmp_path, sinks=[track.LiveView("a run", steps=4)]) as run:
+        run.log(0, [], totals=early)
+        second = run.log(1, [], totals=late)
+        third = run.log(2, [], totals=late)
+        state = run.state()
+    with track.Run(tmp_path, state=state) as run:
+        fourth = run.log(3, [], totals=late)
+
+    assert {name: value for name, value in second.items() if name.startswith("engine_")} == {
+        "engine_cache_hits": 0.75,
+        "engine_external_hits": 0.125,
+        "engine_prefill_tokens_per_s": 50.0,
+        "engine_decode_tokens_per_s": 100.0,
+        "engine_running": 8.0,
+        "engine_waiting": 0.5,
+        "engine_kv_use": 0.5,
+        "engine_preemptions": 3.0,
+    }
+    for line in (third, fourth):
+        assert not [name for name in line if name.startswith("engine_")], "no reading meanwhile"
+    printed = capsys.readouterr().out
+    assert "engine_decode_tokens_per_s 100  engine_cache_hits 75.0%  engine_waiting 0.5" in printed
+    assert "engine_kv_use 50.0%" in printed
+
+
+def test_the_live_view_has_rows_of_engines_only_if_they_were_read():
+    view = track.LiveView("a run", steps=2, console=rich.console.Console(file=io.StringIO()))
+    names = list(view.table(0, {"reward": 1.0}).columns[0].cells)
+    assert "rollout_tokens_per_s" in names
+    assert not [name for name in names if name.startswith("engine_")]
+    view(0, {"engine_waiting": 2.0})
+    assert "engine_waiting" in list(view.table(1, {}).columns[0].cells)
+    view.close()
 
 
 def test_metrics_and_ends_of_rollouts_are_curves_also_of_a_run_that_is_resumed(tmp_path):

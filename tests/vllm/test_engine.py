@@ -10,6 +10,7 @@ from publishing import ROUNDING, check_logprobs, check_rounding, logprobs_of
 from transformers import AutoTokenizer
 
 from primerl import loss, models, rollout, serving, testing, weights
+from primerl.serving.client.routing import RoutedRequest
 from primerl.serving.client.servers import KnownServers
 from primerl.types import SamplingParams, TrainingSample
 
@@ -265,7 +266,8 @@ def session_names(urls, counts):
         servers.reported(one, "run-0", 0)
     names = {url: [] for url in urls}
     for n in range(1000):
-        names[servers.choose(str(n)).url].append(str(n))
+        server, _ = servers.choose(RoutedRequest(tokens=0, session=str(n)))
+        names[server.url].append(str(n))
     return [name for url, count in zip(urls, counts, strict=True) for name in names[url][:count]]
 
 
@@ -292,3 +294,28 @@ def test_sessions_stay_on_the_server_that_has_them_cached(pair):
             shares[sessions] = (hits(engine) - before) / (7 * (128 + 256))
     assert shares[True] == 1.0, "each turn finds all blocks of the turns before"
     assert shares[False] < 0.9
+
+
+def test_prompts_go_where_their_prefix_is_cached_without_sessions(pair):
+    """Also: vLLM's counters, as usage, have exactly the tokens of these prompts."""
+    talks = np.random.default_rng(1).integers(3, 60, (7, 400)).tolist()
+    order = np.random.default_rng(2)
+
+    async def scenario(engine):
+        before = await engine.poll_metrics()
+        for turn in range(1, 4):
+            prompts = [talks[n][: 128 * turn + 1] for n in order.permutation(7)]
+            params = P(max_tokens=1)
+            await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+        after = await engine.poll_metrics()
+        return serving.usage_together(
+            serving.engine_usage(before[url][0], after[url][0], seconds=1.0) for url in before
+        )
+
+    with serving.VLLMEngine(pair, routing=serving.prefix_aware) as engine:
+        engine.adopt(0)
+        usage = run(scenario(engine))
+    assert usage.generated_tokens == 7 * 3
+    assert usage.prompt_tokens == usage.queried_tokens == 7 * (129 + 257 + 385)
+    assert usage.cached_tokens == 7 * (128 + 256), "each turn finds all blocks of those before"
+    assert usage.external_tokens == usage.preemptions == 0

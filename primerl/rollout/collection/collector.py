@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import attrs
+
+from primerl._common.engine_usage import EngineUsage
 from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import follow_load
+from primerl.rollout.collection.engine_watch import EngineWatch, reports_metrics
 from primerl.rollout.collection.evaluation import evaluate
 from primerl.rollout.collection.groups import cancel_once, wait_until_ended
 from primerl.rollout.collection.scheduler import GroupScheduler
@@ -88,6 +92,7 @@ class Collector:
         self._takes = 0  # calls of take that wait
         self._background: list[asyncio.Task[None]] = []
         self.lag = LoopLag()
+        self._engine_watch = EngineWatch()
         self._trainer_wait_s = 0.0
         self._evaluation_wait_s = 0.0
         if state is not None:
@@ -114,6 +119,8 @@ class Collector:
                 group_size=self._plan.group_size,
             )
             self._background.append(asyncio.create_task(following))
+        if reports_metrics(self._engine):
+            self._background.append(asyncio.create_task(self._engine_watch.run(self._engine)))
         if self._channel is not None:
             self._background.append(asyncio.create_task(_send_heartbeats(self._channel)))
 
@@ -244,13 +251,16 @@ class Collector:
         refused = buffer.refusals.in_a_row
         detail = f"{buffer.ready}/{self._plan.groups_per_step} groups, {buffer.in_flight} in flight"
         detail += f", the last {refused} refused by filters" if refused else ""
-        return "rollouts", detail + (f"; evaluation {evaluated}" if self._evaluations else "")
+        detail += f"; evaluation {evaluated}" if self._evaluations else ""
+        engine = self._engine_watch.describe()
+        return "rollouts", detail + (f"; {engine}" if engine else "")
 
     def stats(self) -> dict[str, Any]:
         """Return totals since the start; see ``Worker.stats``."""
         buffer = self._buffer
         return {
             **self._scheduler.counters.stats(),
+            **self._engine_watch.stats(),
             "engine_errors": dict(self._health.errors),
             "started": buffer.started,
             "trained": buffer.trained,
@@ -279,6 +289,7 @@ class Collector:
             "buffer": self._buffer.state(),
             "waits": [self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s],
             "engine_errors": dict(self._health.errors),
+            "engine": attrs.asdict(self._engine_watch.total),
             "evaluating": evaluating,
         }
         return encode_state(self._plan, parts)
@@ -307,6 +318,7 @@ class Collector:
             self._scheduler.restore(state)
             self._health.errors.update(state["engine_errors"])
             self._was_evaluating = state.get("evaluating", False)  # states of 0.1 lack it
+            self._engine_watch.total = EngineUsage(**state.get("engine", {}))  # and this
             waits = state["waits"]
             self._trainer_wait_s, self._evaluation_wait_s, self._scheduler.idle_s = waits
         except (KeyError, TypeError, AttributeError) as error:

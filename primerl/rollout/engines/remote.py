@@ -45,6 +45,7 @@ class RemoteEngine:
         self.context_length = engine.context_length
         self.vocab_size: int | None = getattr(engine, "vocab_size", None)
         self.routes: RouteStore | None = getattr(engine, "routes", None)
+        self.reports_metrics = hasattr(engine, "metrics")
         self.channel: Channel | None = None
         self._index = index
 

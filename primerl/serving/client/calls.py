@@ -6,15 +6,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from primerl._common.engine_usage import READ
 from primerl.rollout.engines.contract import EngineLimits, check_completion
 from primerl.serving.client.fleet import METRICS_BYTES, Fleet
-from primerl.serving.client.http import Unreachable
+from primerl.serving.client.http import BadResponse, Refused, ServerFailed, Unreachable
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt
 from primerl.serving.names import COLLECTIVE_RPC, METRICS
-from primerl.serving.protocol import requests, responses
+from primerl.serving.protocol import metrics, requests, responses
 from primerl.types import SamplingParams
 
+POLL_METRICS_S = 5.0  # timeout of a server's metrics in the background
 T = TypeVar("T")
 
 
@@ -84,6 +86,22 @@ async def read_metrics(fleet: Fleet, read: Callable[[str], T], *, timeout_s: flo
         timeout_s=timeout_s,
     )
     return {server.url: read(page.decode(errors="replace")) for server, page in pages.items()}
+
+
+async def poll_metrics(fleet: Fleet) -> dict[str, dict[int, dict[str, float]]]:
+    """Read the metrics of usage of each live server that answers within a few seconds."""
+
+    async def read(server: ServerState) -> dict[int, dict[str, float]]:
+        try:
+            async with asyncio.timeout(POLL_METRICS_S):
+                page = await fleet.http.get(server.url, METRICS, max_bytes=METRICS_BYTES)
+        except (Unreachable, Refused, ServerFailed, BadResponse, TimeoutError):
+            return {}  # whether a server is lost is decided by the polls of its version
+        return metrics.by_rank(page.decode(errors="replace"), names=READ)
+
+    servers = fleet.servers.live()
+    found = await asyncio.gather(*map(read, servers))
+    return {server.url: ranks for server, ranks in zip(servers, found, strict=True) if ranks}
 
 
 async def probe(

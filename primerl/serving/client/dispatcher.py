@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -22,6 +22,7 @@ from primerl.serving.client.http import (
     Unreachable,
 )
 from primerl.serving.client.prefill import Prefill, PrefillServers
+from primerl.serving.client.routing import WITHOUT_PREFIXES, RoutedRequest
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
 from primerl.serving.names import SERVED_VOCAB_SIZE
@@ -66,6 +67,7 @@ class Dispatcher:
         self._prefill_servers = PrefillServers(
             fleet, self._recorder, self._cache_sources, self._ask_prefill
         )
+        self._hashes_prompts = fleet.settings.routing not in WITHOUT_PREFIXES
         self._asked_vocab_size = self.vocab_size is not None
         self._asking = asyncio.Lock()
 
@@ -86,9 +88,11 @@ class Dispatcher:
         length = len(prompt.token_ids)
         max_bytes = responses.most_bytes(params.max_tokens)
         recorder = self._recorder
+        hashes: Sequence[int] = prompt.hashes() if self._hashes_prompts else ()
+        request = RoutedRequest(tokens=length, session=session)
 
-        async def ask(server: ServerState) -> Completion:
-            prefill = await self._prefill_servers.prefill(server, prompt, params, session)
+        async def ask(server: ServerState, rank: int | None) -> Completion:
+            prefill = await self._prefill_servers.prefill(server, prompt, request, params, hashes)
             routes_start = expected = None
             if recorder is not None:
                 routes_start = await self._first_route(server, length, params)
@@ -106,7 +110,9 @@ class Dispatcher:
                 routes_start=routes_start,
                 transfer=None if prefill is None else prefill.transfer,
             )
-            answer = await self._attempt(server, prompt, body, max_bytes, expected, session=session)
+            answer = await self._attempt(
+                server, prompt, body, max_bytes, expected, rank=rank, hashes=hashes
+            )
             choice = answer.choices[0]
             if choice.finish_reason in _UNFINISHED:
                 raise _SendAgain(f"{server.url} ended a request with {choice.finish_reason!r}")
@@ -126,7 +132,7 @@ class Dispatcher:
             rows = None if prefill is None else prefill.rows
             return await recorder.record(expected, choice, completion, before=rows)
 
-        return await self._dispatch(session, ask)
+        return await self._dispatch(request, ask, hashes)
 
     async def score(
         self, token_ids: np.ndarray, read: Callable[[responses.Response], T], *, top_k: int = 0
@@ -139,16 +145,20 @@ class Dispatcher:
         max_bytes = responses.most_bytes(1, scored=len(token_ids) * (top_k + 1))
         prompt = SessionPrompt.alone(token_ids)
 
-        async def ask(server: ServerState) -> T:
+        async def ask(server: ServerState, rank: int | None) -> T:
             adapter = self._adapter_of(server)
             routes_start = self._fleet.no_routes(token_ids)
             body = requests.score_body(top_k=top_k, adapter=adapter, routes_start=routes_start)
-            return read(await self._attempt(server, prompt, body, max_bytes))
+            return read(await self._attempt(server, prompt, body, max_bytes, rank=rank))
 
-        return await self._dispatch(None, ask)
+        # vLLM scores without its prefix cache, so the blocks' hashes are not needed.
+        return await self._dispatch(RoutedRequest(tokens=len(token_ids)), ask)
 
     async def _dispatch(
-        self, session: str | None, ask: Callable[[ServerState], Coroutine[Any, Any, T]]
+        self,
+        request: RoutedRequest,
+        ask: Callable[[ServerState, int | None], Coroutine[Any, Any, T]],
+        hashes: Sequence[int] = (),
     ) -> T:
         """Send a request until it is answered, each time to another server if there is one.
 
@@ -160,13 +170,13 @@ class Dispatcher:
         failures: list[str] = []
         servers = self._fleet.servers
         while True:
-            server = await self._fleet.wait(
-                lambda: servers.choose(session, avoid=avoid),
+            server, rank = await self._fleet.wait(
+                lambda: servers.choose(request, hashes=hashes, avoid=avoid),
                 "no server could be used",
                 patient=lambda: servers.unpublished,
             )
             try:
-                return await ask(server)
+                return await ask(server, rank)
             except BadCompletion as error:
                 where = "" if server.url in str(error) else f"{server.url}: "
                 raise BadCompletion(f"{where}{error}") from error
@@ -192,12 +202,13 @@ class Dispatcher:
         max_bytes: int,
         expected: ExpectedRoutes | None = None,
         *,
-        session: str | None = None,
+        rank: int | None,
+        hashes: Sequence[int] = (),
     ) -> responses.Response:
         fields = prompt.for_server(server.url)
-        rank = self._fleet.servers.choose_rank(server, session)
+        tokens = len(prompt.token_ids)
         try:
-            async with self._fleet.holding(server, rank):
+            async with self._fleet.holding(server, rank, tokens=tokens, hashes=hashes):
                 response, kept = await self._fleet.http.complete(
                     server.url,
                     body,
@@ -244,13 +255,14 @@ class Dispatcher:
         max_bytes: int,
         expected: ExpectedRoutes | None = None,
         *,
-        session: str | None = None,
+        rank: int | None,
+        hashes: Sequence[int],
     ) -> responses.Response | None:
         """Send a request to a prefill server; return None if it failed."""
         for _ in range(2):
             try:
                 return await self._attempt(
-                    server, prompt, body, max_bytes, expected, session=session
+                    server, prompt, body, max_bytes, expected, rank=rank, hashes=hashes
                 )
             except _SendAgain as retry:
                 log.info("a prompt is computed where it is continued: %s", retry)

@@ -12,9 +12,10 @@ import numpy as np
 
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.token_sequence import as_int32
-from primerl.serving.client.calls import agreed, call_route, probe, read_metrics
+from primerl.serving.client.calls import agreed, call_route, poll_metrics, probe, read_metrics
 from primerl.serving.client.connection import Connection
 from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.routing import RoutingPolicy, of_session
 from primerl.serving.client.server_urls import ServerUrls, key_of, url_of
 from primerl.serving.client.servers import Role
 from primerl.serving.client.settings import ConnectionSettings
@@ -44,12 +45,12 @@ class VLLMEngine:
             completion = await engine.generate(prompt_ids, SamplingParams(max_tokens=64))
 
     A server is used once it holds weights of this run: those that a transport published
-    (``load_weights``), or its own checkpoint after ``adopt``. Requests of a session go to the
-    server, and to its data-parallel rank, that has their prefix cached, unless it is much busier
-    than another; if primerl started that server, they send only the tokens that it does not hold.
-    Other requests go to the least loaded server. When a server dies, its requests are sent to
-    another one. When it returns, the engine that published the latest weights loads them into it
-    before the server is used again.
+    (``load_weights``), or its own checkpoint after ``adopt``. By default, requests of a session go
+    to the server, and to its data-parallel rank, that has their prefix cached, unless it is much
+    busier than another. Other requests go to the least loaded server. Sessions send only the tokens
+    that their server does not hold, if primerl started it. When a server dies, its requests are
+    sent to another one. When it returns, the engine that published the latest weights loads them
+    into it before the server is used again.
 
     The engine is ``portable``: it can be pickled, and worker processes hold copies with their own
     connections. Each copy runs its connections in a dedicated thread, so ``generate`` may be
@@ -90,6 +91,9 @@ class VLLMEngine:
             different adapters, or none, may share servers; their versions are independent. Requests
             in flight finish with the adapter version that they started with, whatever
             ``on_update`` is.
+        routing: the policy by which the server of each request is chosen, and its data-parallel
+            rank: ``of_session``, ``least_loaded``, ``prefix_aware``, ``cost_aware``, or a function
+            of your own. It is pickled with the engine.
 
     Raises:
         ValueError: an argument is out of range, or a url is malformed.
@@ -112,6 +116,7 @@ class VLLMEngine:
         routes: RouteStore | None = None,
         vocab_size: int | None = None,
         adapter: str | None = None,
+        routing: RoutingPolicy = of_session,
     ) -> None:
         self._members = ServerUrls(servers)
         self._prefill = None if prefill is None else ServerUrls(prefill)
@@ -127,6 +132,7 @@ class VLLMEngine:
             routes=routes,
             vocab_size=vocab_size,
             prefill_from=prefill_from,
+            routing=routing,
         )
         self._known_version: PolicyVersion = 0
         self._context_length: int | None = None
@@ -546,6 +552,15 @@ class VLLMEngine:
             RuntimeError: a server failed.
         """
         return self._connected().run(lambda f: read_metrics(f, by_rank, timeout_s=timeout_s))
+
+    async def poll_metrics(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Read what ``engine_usage`` needs, by url, rank and name.
+
+        Servers that are down or do not answer within 5 s are left out.
+        """
+        if (connection := self._connection) is None:
+            connection = await asyncio.to_thread(self._connected)
+        return await asyncio.wrap_future(connection.loop.submit(poll_metrics(connection.fleet)))
 
     def join(self, url: Any, *, role: Role = "decode") -> None:
         """Add a server in this engine and all its copies.

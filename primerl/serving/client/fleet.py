@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from primerl.serving.client.http import (
     Unreachable,
 )
 from primerl.serving.client.server_urls import ServerUrls
-from primerl.serving.client.servers import KnownServers, Role, ServerState
+from primerl.serving.client.servers import KnownServers, RankState, Role, ServerState
 from primerl.serving.client.settings import ConnectionSettings
 from primerl.serving.protocol import metrics, responses
 from primerl.types import PolicyVersion
@@ -45,8 +45,12 @@ class Fleet:
     ) -> None:
         self.settings = settings
         self.labels = settings.labels
-        prefilling = () if prefill is None else prefill.urls
-        self.servers = KnownServers(members.urls, prefill=prefilling, version=version)
+        self.servers = KnownServers(
+            members.urls,
+            prefill=() if prefill is None else prefill.urls,
+            version=version,
+            routing=settings.routing,
+        )
         self.version = version
         """The oldest version that a server in use serves; read from other threads."""
         self.newest_version = version
@@ -123,9 +127,9 @@ class Fleet:
             label = await self._label(server)
             if self.context_length is None:
                 await self._read_context(server)
-            if server.rank_loads is None:
-                ranks = await self._count_ranks(server)
-                server.rank_loads = server.rank_loads or [0] * ranks
+            if server.ranks is None:
+                count = await self._count_ranks(server)
+                server.ranks = server.ranks or [RankState() for _ in range(count)]
         except (Unreachable, Refused, ServerFailed, RuntimeError, TimeoutError) as error:
             self.lost(server, str(error) or f"no answer for {SILENT_S:.0f} s")
             # Requests to a host that vanished would hang: their connections stay open.
@@ -259,7 +263,7 @@ class Fleet:
                 "serving": one in serving,
                 "version": one.version,
                 "in_flight": one.in_flight,
-                "ranks": len(one.rank_loads or [0]),
+                "ranks": len(one.ranks or [0]),
                 "error": one.error,
             }
             for one in self.servers
@@ -297,20 +301,32 @@ class Fleet:
         return found
 
     @contextlib.asynccontextmanager
-    async def holding(self, server: ServerState, rank: int | None = None) -> AsyncIterator[None]:
+    async def holding(
+        self, server: ServerState, rank: int | None, *, tokens: int, hashes: Sequence[int] = ()
+    ) -> AsyncIterator[None]:
         """Count a request in flight on a server, and on one of its data-parallel ranks.
 
         A lost server raises TimeoutError in the body.
+
+        Args:
+            server: the server.
+            rank: the rank; None if the server has only one or chooses it.
+            tokens: the length of the prompt.
+            hashes: the hashes of the prompt's blocks, which the rank will have cached.
         """
         scopes = self._scopes.setdefault(server, set())
-        loads, at = ([0], 0) if rank is None else (server.rank_loads or [0], rank)
+        state = server.rank_state(rank) or RankState()
         server.in_flight += 1
-        loads[at] += 1
+        state.requests += 1
+        state.tokens += tokens
+        # vLLM shares a prefix from the moment on that its prefill begins, not when it has ended.
+        state.held.add(hashes)
         try:
             async with asyncio.timeout(None) as scope:
                 scopes.add(scope)
                 yield
         finally:
             server.in_flight -= 1
-            loads[at] -= 1
+            state.requests -= 1
+            state.tokens -= tokens
             scopes.discard(scope)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import attrs
@@ -12,6 +12,7 @@ from primerl.rollout.engines.contract import BadCompletion
 from primerl.rollout.processes.running_clock import running_time
 from primerl.serving.client.expert_routes import CacheSources, RouteWriter
 from primerl.serving.client.fleet import Fleet
+from primerl.serving.client.routing import RoutedRequest
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
 from primerl.serving.protocol import requests, responses
@@ -68,8 +69,9 @@ class PrefillServers:
         self,
         server: ServerState,
         prompt: SessionPrompt,
+        request: RoutedRequest,
         params: SamplingParams,
-        session: str | None,
+        hashes: Sequence[int],
     ) -> Prefill | None:
         """Have a prompt computed for ``server``; return None if ``server`` is to compute it.
 
@@ -81,22 +83,22 @@ class PrefillServers:
             BadCompletion: the response breaks the contract of engines, or lacks expert routes.
             RuntimeError: the two servers can't share keys and values.
         """
-        length = len(prompt.token_ids)
-        new = length - (prompt.held_tokens if prompt.held_by == server.url else 0)
+        new = request.tokens - (prompt.held_tokens if prompt.held_by == server.url else 0)
         if self._recorder is None and new < self._fleet.settings.prefill_from:
             return None
         deadline = running_time() + SKEW_S
         while True:
-            source = self._fleet.servers.choose_prefill(session, label=server.label)
-            try:
-                if source is not None:
-                    await self._sources.refuse_mismatch(source, server)
-                    with self._prompts.sent(session, prompt.token_ids) as sent:
-                        return await self._computed(source, sent, params, session, server.label)
-                if not self._fleet.servers.prefill_differs(server.label):
-                    return None
-            except _Updated:
-                log.info("%s was updated while it computed a prompt", source and source.url)
+            label = server.label
+            chosen = self._fleet.servers.choose_prefill(request, label=label, hashes=hashes)
+            if chosen is None and not self._fleet.servers.prefill_differs(label):
+                return None
+            if chosen is not None:
+                await self._sources.refuse_mismatch(chosen[0], server)
+                with self._prompts.sent(request.session, prompt.token_ids) as sent:
+                    try:
+                        return await self._computed(*chosen, sent, params, hashes, label)
+                    except _Updated:
+                        log.info("%s was updated while it computed a prompt", chosen[0].url)
             # Without the other server's expert routes, the rollout could not be replayed.
             if self._recorder is None or running_time() > deadline:
                 log.info("%s and the prefill servers have different weights", server.url)
@@ -106,9 +108,10 @@ class PrefillServers:
     async def _computed(
         self,
         source: ServerState,
+        rank: int | None,
         prompt: SessionPrompt,
         params: SamplingParams,
-        session: str | None,
+        hashes: Sequence[int],
         label: str | None,
     ) -> Prefill | None:
         length = len(prompt.token_ids)
@@ -119,7 +122,9 @@ class PrefillServers:
         adapter = self._fleet.adapter_of(source)
         body = requests.prefill_body(salt=label or "", adapter=adapter, routes_start=routes_start)
         max_bytes = responses.most_bytes(1) + PARAMETERS_BYTES * length
-        response = await self._ask(source, prompt, body, max_bytes, expected, session=session)
+        response = await self._ask(
+            source, prompt, body, max_bytes, expected, rank=rank, hashes=hashes
+        )
         if response is None:
             return None
         choice = response.choices[0]

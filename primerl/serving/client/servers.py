@@ -4,19 +4,30 @@ This module does no I/O. ``Fleet`` and its callers report to it what they learn 
 """
 
 import bisect
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
 
 from primerl.rollout.processes.running_clock import running_time
-from primerl.serving.client.routing import least_loaded, of_session
+from primerl.serving.client.held_prefixes import HeldPrefixes
+from primerl.serving.client.routing import RoutedPlace, RoutedRequest, RoutingPolicy, of_session
 from primerl.types import PolicyVersion
 
 Role: TypeAlias = Literal["prefill", "decode"]
 """What a server does: compute prompts for other servers, or answer requests."""
 
 FAILED = "failed"  # the label of a server that failed to load weights
+
+
+@attrs.define(eq=False)
+class RankState:
+    """The requests of one data-parallel rank; for a server that has only one, all its requests."""
+
+    requests: int = 0
+    tokens: int = 0
+    """The length of the prompts in flight, in all."""
+    held: HeldPrefixes = attrs.field(factory=HeldPrefixes)
 
 
 @attrs.define(eq=False)
@@ -34,9 +45,9 @@ class ServerState:
     label: str | None = None
     """The label that the server reports for its weights."""
     in_flight: int = 0
-    rank_loads: list[int] | None = None
-    """The number of sessions' requests in flight on each data-parallel rank; None while the number
-    of ranks is unknown."""
+    ranks: list[RankState] | None = None
+    """The requests that were sent to each data-parallel rank; None while their number is unknown.
+    """
     error: str = "not reached yet"
     failed: bool = False
     """Whether the server failed to load weights, so that its reported version is not trusted."""
@@ -48,6 +59,29 @@ class ServerState:
     def lost_s(self) -> float:
         """Seconds since the server was lost; 0 while it is alive."""
         return 0.0 if self.lost_at is None else running_time() - self.lost_at
+
+    def rank_state(self, rank: int | None) -> RankState | None:
+        """Return the state of a rank; None if it is unknown, or the server chooses the rank."""
+        ranks = self.ranks or []
+        if len(ranks) == 1:
+            return ranks[0]
+        return ranks[rank] if rank is not None and rank < len(ranks) else None
+
+    def places(self, hashes: Sequence[int]) -> list[RoutedPlace]:
+        """Return the server's ranks as places for a prompt whose blocks have these hashes."""
+        ranks = self.ranks or [RankState()]
+        several = len(ranks) > 1
+        return [
+            RoutedPlace(
+                url=self.url,
+                rank=number if several else None,
+                requests=rank.requests if several else self.in_flight,
+                server_requests=self.in_flight,
+                tokens=rank.tokens,
+                held=rank.held.tokens(hashes),
+            )
+            for number, rank in enumerate(ranks)
+        ]
 
     def describe(self) -> str:
         """Describe the server's state, for messages."""
@@ -71,11 +105,18 @@ class KnownServers:
         urls: the servers' urls.
         prefill: the urls of servers that compute prompts for them.
         version: the version to report until weights are published.
+        routing: the policy by which a request's place is chosen.
     """
 
     def __init__(
-        self, urls: Iterable[str], *, prefill: Iterable[str] = (), version: PolicyVersion = 0
+        self,
+        urls: Iterable[str],
+        *,
+        prefill: Iterable[str] = (),
+        version: PolicyVersion = 0,
+        routing: RoutingPolicy = of_session,
     ) -> None:
+        self._routing = routing
         self._by_url: dict[str, ServerState] = {}
         self._floor = version
         self._published: list[PolicyVersion] = []
@@ -123,6 +164,9 @@ class KnownServers:
     def serves(self, server: ServerState, label: str | None, version: PolicyVersion) -> None:
         """Record that a server sampled with or reported ``version``; ignore older, late reports."""
         if not server.failed and (server.version is None or version >= server.version):
+            if label != server.label:  # nothing that other weights cached is reused
+                for rank in server.ranks or ():
+                    rank.held.clear()
             server.version, server.label = version, label
         self.learn_publication(version)
 
@@ -143,7 +187,7 @@ class KnownServers:
     def lost(self, server: ServerState, error: str) -> None:
         """Record that a server can't be reached; its weights are unknown until it returns."""
         server.alive, server.version, server.label, server.error = False, None, None, error
-        server.rank_loads = None  # it may return with another number of ranks
+        server.ranks = None  # it may return with another number of ranks, and has nothing cached
         server.lost_at = server.lost_at or running_time()
 
     def learn_publication(self, version: PolicyVersion) -> None:
@@ -189,28 +233,38 @@ class KnownServers:
         return [one for one in self if one.alive]
 
     def choose(
-        self, session: str | None = None, *, avoid: Collection[str] = ()
-    ) -> ServerState | None:
-        """Choose the server for a request: that of its session, or else the least loaded one.
+        self,
+        request: RoutedRequest,
+        *,
+        hashes: Sequence[int] = (),
+        avoid: Collection[str] = (),
+    ) -> tuple[ServerState, int | None] | None:
+        """Choose a server for a request, and one of its data-parallel ranks.
 
-        A session moves to the least loaded server while its own has much more load. Returns None if
-        no server is in use.
+        Returns None if no server is in use. The rank is None if the server has only one, or if it
+        chooses the rank by itself.
 
         Args:
-            session: the id of the conversation.
+            request: the request.
+            hashes: the hashes of the prompt's blocks, if the policy needs them.
             avoid: urls to use only if there is no other server.
+
+        Raises:
+            ValueError: the policy chose a place that is not one of those it was given.
         """
         serving = [one for one in self.serving() if one.role == "decode"]
         candidates = [one for one in serving if one.url not in avoid] or serving
-        return self._choose(session, candidates)
+        return self._choose(request, candidates, hashes)
 
-    def choose_prefill(self, session: str | None, *, label: str | None) -> ServerState | None:
-        """Choose a server that computes a prompt for another, of the same weights ``label``.
+    def choose_prefill(
+        self, request: RoutedRequest, *, label: str | None, hashes: Sequence[int] = ()
+    ) -> tuple[ServerState, int | None] | None:
+        """Choose a prefill server with the weights ``label``, and one of its ranks.
 
         Returns None if there is none.
         """
         serving = [one for one in self.serving() if one.role == "prefill" and one.label == label]
-        return self._choose(session, serving)
+        return self._choose(request, serving, hashes)
 
     def prefill_differs(self, label: str | None) -> bool:
         """Return whether a live prefill server has another version of this run than ``label``."""
@@ -219,22 +273,20 @@ class KnownServers:
             for one in self.live()
         )
 
-    def _choose(self, session: str | None, candidates: list[ServerState]) -> ServerState | None:
+    def _choose(
+        self, request: RoutedRequest, candidates: Sequence[ServerState], hashes: Sequence[int]
+    ) -> tuple[ServerState, int | None] | None:
         if not candidates:
             return None
-        loads = {one.url: one.in_flight for one in candidates}
-        return self._by_url[least_loaded(loads) if session is None else of_session(session, loads)]
-
-    @staticmethod
-    def choose_rank(server: ServerState, session: str | None) -> int | None:
-        """Choose the data-parallel rank for a session's request, like its server.
-
-        Returns None if the server has one rank, or balances requests without a session by itself.
-        """
-        loads = server.rank_loads or []
-        if session is None or len(loads) < 2:
-            return None
-        return int(of_session(session, {str(rank): load for rank, load in enumerate(loads)}))
+        places = [place for one in candidates for place in one.places(hashes)]
+        url, rank = self._routing(request, places)
+        known = {rank for place in places if place.url == url for rank in (place.rank, None)}
+        if rank not in known:
+            raise ValueError(
+                f"the routing policy chose the server {url!r} and rank {rank!r}, expected the url "
+                "and rank of one of its places, or its url and None"
+            )
+        return self._by_url[url], rank
 
     def describe(self) -> str:
         """Describe the state of every server, for messages."""

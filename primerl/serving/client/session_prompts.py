@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
+from primerl.serving.client.held_prefixes import extend_hashes
 from primerl.serving.protocol.kept_prompts import (
     ADDED,
     TOKENS,
@@ -37,6 +38,7 @@ class SessionPrompt:
     held_by: str = ""
     held: int = 0
     held_tokens: int = 0
+    _hashes: list[int] = attrs.field(factory=list, init=False)
 
     @classmethod
     def alone(cls, token_ids: np.ndarray, *, name: str = "") -> "SessionPrompt":
@@ -53,6 +55,11 @@ class SessionPrompt:
         added = text_of(token_ids[len(self.token_ids) :])
         self.text += b"," + added if added else b""
         self.token_ids = token_ids
+
+    def hashes(self) -> list[int]:
+        """Return the hashes of the prompt's blocks; only blocks that were added are hashed."""
+        extend_hashes(self._hashes, self.token_ids)
+        return self._hashes
 
     def for_server(self, url: str) -> PromptFields:
         """Return the prompt as sent to a server: without what the server holds.

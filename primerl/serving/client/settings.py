@@ -3,6 +3,7 @@
 import attrs
 
 from primerl.rollout.engines.protocol import RouteStore
+from primerl.serving.client.routing import RoutingPolicy
 from primerl.serving.protocol.labels import Labels
 
 ON_UPDATE = {
@@ -25,6 +26,7 @@ class ConnectionSettings:
     routes: RouteStore | None
     vocab_size: int | None
     prefill_from: int
+    routing: RoutingPolicy
 
     def __attrs_post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.isprintable():
@@ -38,6 +40,11 @@ class ConnectionSettings:
         if self.routes is not None and not isinstance(self.routes, RouteStore):
             raise ValueError(
                 f"routes is a {type(self.routes).__name__}, expected a store with put() and check()"
+            )
+        if not callable(self.routing):
+            raise ValueError(
+                f"routing is {self.routing!r:.80}, expected a function (request, places) -> (url, "
+                "rank), such as serving.prefix_aware"
             )
         if self.retries < 0:
             raise ValueError(f"retries is {self.retries}, expected at least 0")

@@ -278,7 +278,14 @@ def test_more_requests_than_fit_the_cache_all_complete():
 
     with rollout.TransformersEngine(model, cache_tokens=256, seed=0) as engine:
         completions = asyncio.run(generate_all(engine, [(p, params) for p in asked]))
+        (found,) = engine.metrics().values()
 
+    assert found["vllm:num_preemptions_total"] > 0
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    assert found["vllm:generation_tokens_total"] == sampled
+    queried = found["vllm:prefix_cache_queries_total"]
+    assert queried == found["vllm:prompt_tokens_total"] > sum(map(len, asked)), "some again"
+    assert found["vllm:prefix_cache_hits_total"] <= queried
     for prompt, completion in zip(asked, completions, strict=True):
         check_logprobs(model, prompt, completion)
 

@@ -83,6 +83,7 @@ class Decoder:
         self._recompute = recompute
         self._routes = routes
         self._graphs = graphs
+        self._sampled_tokens = 0
         self._inbox: deque[BatchedRequest] = deque()
         self._updates: deque[tuple[Callable[[], None], PolicyVersion, Future[None]]] = deque()
         self._cancelled: deque[BatchedRequest] = deque()
@@ -138,7 +139,11 @@ class Decoder:
             "vllm:num_requests_running": float(len(scheduler.running)),
             "vllm:num_requests_waiting": float(waiting),
             "vllm:kv_cache_usage_perc": scheduler.pages.used / scheduler.pages.size,
+            "vllm:prompt_tokens_total": float(scheduler.queried_tokens),
+            "vllm:prefix_cache_queries_total": float(scheduler.queried_tokens),
             "vllm:prefix_cache_hits_total": float(scheduler.reused_tokens),
+            "vllm:generation_tokens_total": float(self._sampled_tokens),
+            "vllm:num_preemptions_total": float(scheduler.preemptions),
         }
 
     def _require_thread(self) -> None:
@@ -325,6 +330,7 @@ class Decoder:
                 self._batch.clear()  # rows with broken numbers would spoil others
                 self._fail([request], f"generation failed: {_not_numbers(at, self.version)}")
                 continue
+            self._sampled_tokens += 1
             request.tokens.append(token)
             request.logprobs.append(logprob)
             request.versions.append(self.version)

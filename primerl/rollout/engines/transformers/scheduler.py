@@ -113,7 +113,10 @@ class Scheduler:
         self.waiting: deque[BatchedRequest] = deque()
         self.running: list[BatchedRequest] = []
         self.reused_tokens = 0
-        """How many tokens of prompts were found in the cache."""
+        """How many tokens were found in the cache when requests were started."""
+        self.queried_tokens = 0
+        """How many tokens requests had when they were started: also again, after a preemption."""
+        self.preemptions = 0
         self._max_concurrent = max_concurrent
         self._max_step_tokens = max_step_tokens
 
@@ -191,6 +194,7 @@ class Scheduler:
         return [request for request in grown if request.pages]
 
     def _preempt(self) -> BatchedRequest:
+        self.preemptions += 1
         request = self.running.pop()
         self._release(request, keep=True)
         self.waiting.appendleft(request)
@@ -269,6 +273,7 @@ class Scheduler:
             copies.append(PageCopy(prefix.partial, target, prefix.tokens))
             target.filled = target.computed = prefix.tokens
             request.computed += prefix.tokens
+        self.queried_tokens += len(request.tokens)
         self.reused_tokens += request.computed
         return True
 

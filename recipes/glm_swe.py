@@ -17,6 +17,8 @@ To adapt the script, copy this file and edit it: ``SCALES`` has the flags for ea
 import contextlib
 import functools
 import os
+import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -114,6 +116,12 @@ class Args:
     engine: Literal["transformers", "vllm"] = "transformers"
     #: URLs of vLLM servers that are already running
     engine_urls: tuple[str, ...] = attrs.field(default=(), validator=track.urls)
+    #: URLs of further vLLM servers, which compute prompts for these
+    prefill_urls: tuple[str, ...] = attrs.field(default=(), validator=track.urls)
+    #: start a second vLLM server, on the next GPUs, which computes prompts for the first
+    prefill: bool = False
+    #: new tokens of a prompt from which on it is computed there; with router replay, all are
+    prefill_from: int = attrs.field(default=1024, validator=number(at_least=1))
     #: FP8 checkpoint for the server to start
     server_model: str | None = None
     #: GPUs per server, which share its experts; a run uses the first number, --dry-run compares all
@@ -154,6 +162,20 @@ class Args:
 
 SCALES = {
     "debug": Args(),
+    "fleet": Args(
+        scale="fleet",
+        ep=1,
+        cp=1,
+        gpus_per_node=1,
+        dtype="float32",
+        fp8_block=0,
+        engine="vllm",
+        prefill=True,
+        replay=False,  # vLLM's build for CPUs returns no routes
+        max_num_seqs=16,
+        prefill_from=64,
+        vllm={"enforce_eager": True, "max_num_batched_tokens": "512"},
+    ),
     "laptop": Args(
         scale="laptop",
         model=None,  # pass --model
@@ -225,6 +247,7 @@ SCALES = {
 }
 
 TINY = ("tiny:", "taught:")  # what --model begins with to make a tiny model
+VLLM_SIZES = {"hidden_size": 128, "moe_intermediate_size": 32}  # of tiny models, for vLLM on a CPU
 TAUGHT_VOCABULARY = 480  # of bugfix.rehearsal, which a plan must not need
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -297,8 +320,11 @@ def model_folder(args: Args) -> str:
         from bugfix import rehearsal  # installed with the environment
 
         make = rehearsal.policy
-    folder = Path("runs") / "models" / f"{kind}-{family}-{args.seed}"
-    return str(make(folder, family, seed=args.seed, max_position_embeddings=args.context))
+    name, sizes = f"{kind}-{family}-{args.seed}", {}
+    if args.engine == "vllm":
+        name, sizes = f"{name}-for-vllm", VLLM_SIZES
+    folder = Path("runs") / "models" / name
+    return str(make(folder, family, seed=args.seed, max_position_embeddings=args.context, **sizes))
 
 
 def fp8_format(args: Args) -> fp8.Format | None:
@@ -341,6 +367,28 @@ def server_arguments(args: Args) -> dict[str, Any]:
     return arguments | args.vllm
 
 
+def start_server(
+    args: Args,
+    model: str,
+    role: Literal["prefill", "decode", "both"],
+    shared: str,
+    api_key: str,
+) -> serving.VLLMServer:
+    """Return a vLLM server; those of two roles share keys and values in a folder."""
+    connector = {}
+    if role != "both":
+        connector["kv_transfer_config"] = serving.kv_folder(shared, role=role)
+    # The trainer uses the GPUs with lower numbers.
+    first = args.gpus_per_node + (args.server_gpus[0] if role == "prefill" else 0)
+    devices = range(first, first + args.server_gpus[0])
+    return serving.serve_vllm(
+        args.server_model or model,
+        api_key=api_key,
+        env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
+        **(connector | server_arguments(args)),
+    )
+
+
 @contextlib.contextmanager
 def open_engine(args: Args, model: str) -> Iterator[Any]:
     """Open the sampling engine. It uses the trainer's FP8 format, and records expert routes."""
@@ -350,22 +398,34 @@ def open_engine(args: Args, model: str) -> Iterator[Any]:
             shape = replay.shape(models.empty_model(model))
             routes = stack.enter_context(replay.Store(shape, folder=args.shared_folder))
         if args.engine_urls:
-            yield stack.enter_context(serving.VLLMEngine(args.engine_urls, routes=routes))
+            yield stack.enter_context(
+                serving.VLLMEngine(
+                    args.engine_urls,
+                    prefill=args.prefill_urls or None,
+                    prefill_from=args.prefill_from,
+                    routes=routes,
+                )
+            )
         elif args.engine == "vllm":
             if args.fp8_block and args.server_model is None:
                 raise ValueError(
                     "the server multiplies in FP8: pass --server-model, the FP8 checkpoint of the "
                     "model (models.save_pretrained(..., quantize=fp8.CheckpointQuantizer(model)))"
                 )
-            first = args.gpus_per_node  # the trainer uses the GPUs with lower numbers
-            devices = range(first, first + args.server_gpus[0])
-            server = serving.serve_vllm(
-                args.server_model or model,
-                env={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
-                **server_arguments(args),
+            shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="keys-and-values-"))
+            api_key = secrets.token_urlsafe(32)
+            decode, *prefill = (
+                stack.enter_context(start_server(args, model, role, shared, api_key))
+                for role in (["decode", "prefill"] if args.prefill else ["both"])
             )
-            stack.enter_context(server)
-            yield stack.enter_context(serving.VLLMEngine(server, routes=routes))
+            yield stack.enter_context(
+                serving.VLLMEngine(
+                    decode,
+                    prefill=prefill or None,
+                    prefill_from=args.prefill_from,
+                    routes=routes,
+                )
+            )
         else:
             sampler, _ = models.load_pretrained(model)
             yield stack.enter_context(

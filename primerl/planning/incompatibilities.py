@@ -111,7 +111,7 @@ _ATTEMPTS: dict[Pair, Callable[[], Any]] = {
     ("MXFP8 training", "FP8 publications"): _publish_mxfp8,
     ("transposed experts", "FP8 publications"): _publish_transposed_experts,
     ("router replay", "a compiled model"): _replay_compiled,
-    ("router replay", "prefill and decode on separate servers"): lambda: _serve(
+    ("router replay", "prefill and decode by NixlConnector"): lambda: _serve(
         routes=True, kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     ),
     ("router replay", "pipeline parallel servers"): lambda: _serve(

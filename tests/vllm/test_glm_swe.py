@@ -15,6 +15,29 @@ from bugfix import rehearsal
 TIMEOUT_S = 600.0
 
 
+@pytest.mark.slow
+def test_the_flagship_recipe_with_separate_servers_for_prefill_and_decode(root, tmp_path):
+    needed()
+    command = [sys.executable, root / "recipes" / "glm_swe.py", "--scale", "fleet", "--steps", "2"]
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [*map(str, command), "--run-dir", "run"],
+        cwd=tmp_path,
+        env={**os.environ, **threads},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step_s" in line]
+    assert [line["step"] for line in steps] == [0, 1]
+    assert 0 <= steps[0]["mismatch_kl"] < 1e-8
+    assert all(line["canary_difference"] < 1e-3 for line in steps)
+    assert sum(line.get("engine_external_hits", 0) for line in lines) > 0
+
+
 def test_the_flagship_recipe_trains_on_what_vllm_samples(root, tmp_path):
     needed()
     model = rehearsal.policy(

@@ -13,7 +13,7 @@ def kv_folder(
     folder: str | os.PathLike[str],
     *,
     role: Literal["prefill", "decode", "both"] = "both",
-    chunk_tokens: int = 256,
+    chunk_tokens: int = 128,
 ) -> dict[str, Any]:
     """Return a ``kv_transfer_config`` with which vLLM servers share keys and values by a folder.
 

@@ -99,7 +99,8 @@ def refuse_arguments(
             raise ValueError(
                 f"serve_vllm refuses {name}={value} with enable_return_routed_experts: vLLM 0.32 "
                 "does not return the expert routes of a prefill that another server computed. "
-                "Serve without a split of prefill and decode, or train without router replay"
+                "Split prefill and decode by kv_transfer_config=serving.kv_folder(folder), or "
+                "train without router replay"
             )
         for refused in _named(plain, refusals):
             refusal = refusals[refused]

@@ -32,8 +32,6 @@ from primerl.serving.worker.chunk_files import (
     write_blocks,
 )
 
-_LEAST_TOKENS = 256  # of a chunk
-
 log = logging.getLogger(__name__)
 
 
@@ -90,7 +88,7 @@ class FolderConnector(KVConnectorBase_V1):
                 f"{len(kv_cache_config.kv_cache_groups)} kinds, such as windows; serve without it"
             )
         self._block = vllm_config.cache_config.block_size
-        chunk = int(config.get_from_extra_config("chunk_tokens", _LEAST_TOKENS))
+        chunk = int(config.get_from_extra_config("chunk_tokens", 1))
         worker = role == KVConnectorRole.WORKER
         self._files = ChunkFiles(
             Path(config.get_from_extra_config("folder", "")),

@@ -58,7 +58,8 @@ def served_by_recipe(recipe, tiny_model, model, monkeypatch):
     """Return vLLM's arguments by name, for the server that the recipe itself would start."""
     found = []
 
-    def start(_, env, **settings):
+    def start(_, env, api_key, **settings):
+        assert len(api_key) > 30
         assert env == {"CUDA_VISIBLE_DEVICES": "8,9,10,11,12,13,14,15"}  # after the trainer's GPUs
         place = {"host": "0.0.0.0", "port": 8000, "weight_transfer": "primerl"}
         found.append(by_name(server_command(model, engine_args=settings, **place)))

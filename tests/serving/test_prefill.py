@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from recording_store import RecordingStore
-from scripted_vllm import ScriptedVLLM, encode_routes, numbered_routes
+from scripted_vllm import DROP, ScriptedVLLM, encode_routes, numbered_routes
 from waiting import until
 
 from primerl import serving
@@ -151,6 +151,26 @@ def test_without_a_prefill_server_rows_before_the_last_token_are_missing(decode,
     ((rows, how),) = store.puts
     assert how["start"] == len(PROMPT) - 1
     assert len(rows) == 2
+
+
+def test_routes_that_the_second_server_sends_itself_are_not_joined(decode, prefill, make):
+    """It loads nothing, and does not say of which connector."""
+    store = routed(decode, prefill)
+    decode.served_routes = {"loaded": False}
+    generate(make(routes=store), temperature=1.0, routes_start=2)
+    ((rows, how),) = store.puts
+    assert how["start"] == 2
+    assert rows[:, 0, 0].tolist() == [4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_routes_of_a_prompt_of_which_none_are_wanted(decode, prefill, make, sends):
+    store = routed(decode, prefill)
+    prefill.routes = lambda *_: encode_routes(np.zeros((0, 1, 1), np.uint8)) if sends else None
+    generate(make(routes=store), temperature=1.0, routes_start=len(PROMPT))
+    ((rows, how),) = store.puts
+    assert how["start"] == len(PROMPT)
+    assert rows[:, 0, 0].tolist() == [12]
 
 
 # ---- versions ----
@@ -299,6 +319,54 @@ def test_a_prefill_server_that_dies_in_a_request_and_returns(decode, prefill, ma
     assert prompts(prefill) == [PROMPT, PROMPT]
 
 
+def test_a_server_that_dies_before_it_says_how_it_shares(decode, prefill, make):
+    engine = make()
+    prefill.faults["/collective_rpc"] = [DROP]
+    assert generate(engine).token_ids.tolist() == [21, 22]
+    until(lambda: engine.servers()[1]["serving"])
+    decode.faults["/collective_rpc"] = [DROP]
+    assert generate(engine).token_ids.tolist() == [21, 22]
+
+
+def test_a_server_that_dies_while_its_prompt_is_computed_elsewhere(decode, prefill, make):
+    with ScriptedVLLM() as other:
+        other.served_routes = DECODE
+        engine = make()
+        engine.join(other.url)
+        until(lambda: len([row for row in engine.servers() if row["alive"]]) == 3)
+        engine.adopt(0)
+        prefill.hold = lambda tokens: True
+        with ThreadPoolExecutor(1) as pool:
+            request = pool.submit(generate, engine, session="a")
+            until(lambda: prefill.bodies)
+            by_url = {row["url"]: row for row in engine.servers()}
+            chosen, spare = (decode, other) if by_url[decode.url]["in_flight"] else (other, decode)
+            assert by_url[chosen.url]["in_flight"] == 1
+            chosen.kill()
+            chosen.restart()  # with its checkpoint's weights
+            until(lambda: prefill.cancelled)
+            prefill.hold = lambda tokens: False
+            request.result(30)
+        assert len(spare.bodies) == 1
+
+
+def test_requests_whose_prompts_are_being_computed_count_for_their_server(decode, prefill, make):
+    with ScriptedVLLM() as other:
+        other.served_routes = DECODE
+        engine = make()
+        engine.join(other.url)
+        until(lambda: len([row for row in engine.servers() if row["alive"]]) == 3)
+        engine.adopt(0)
+        prefill.hold = lambda tokens: True
+        with ThreadPoolExecutor(6) as pool:
+            requests = [pool.submit(generate, engine) for _ in range(6)]
+            until(lambda: len(prefill.bodies) == 6)
+            prefill.hold = lambda tokens: False
+            for request in requests:
+                request.result(30)
+        assert len(decode.bodies) == len(other.bodies) == 3
+
+
 def test_a_wrong_answer_to_a_prompt_is_a_fault(prefill, make):
     engine = make()
     prefill.edit = lambda page: page.replace(b"generate-tokens", b"generate-tokens-x")[:-9]
@@ -351,6 +419,22 @@ def test_a_server_has_one_role(decode, prefill, make):
         alone.join(prefill.url, role="prefill")
     with pytest.raises(ValueError, match="prefill_from is 0"):
         serving.VLLMEngine(decode.url, prefill=[prefill.url], prefill_from=0)
+
+
+def test_a_server_may_leave_and_join_in_the_other_role(prefill, make):
+    engine = make()
+    engine.leave(prefill.url)
+    engine.join(prefill.url)  # before the departure was noticed
+    until(lambda: [row["role"] for row in engine.servers()] == ["decode", "decode"])
+    engine.leave(prefill.url)
+    engine.join(prefill.url, role="prefill")
+    until(lambda: [row["role"] for row in engine.servers()] == ["decode", "prefill"])
+
+
+def test_the_context_is_that_of_the_servers_that_sample(decode, prefill, make):
+    prefill.context = decode.context // 2
+    decode.faults["/v1/models"] = [(503, "starting")]  # so that the other one answers first
+    assert make(adopt=False).context_length == decode.context
 
 
 def test_copies_know_who_joins_and_leaves(decode, prefill, make):

@@ -92,7 +92,7 @@ class Dispatcher:
         request = RoutedRequest(tokens=length, session=session)
 
         async def ask(server: ServerState, rank: int | None) -> Completion:
-            prefill = await self._prefill_servers.prefill(server, prompt, request, params, hashes)
+            prefill = await self._prefill(server, rank, prompt, request, params, hashes)
             routes_start = expected = None
             if recorder is not None:
                 routes_start = await self._first_route(server, length, params)
@@ -129,8 +129,11 @@ class Dispatcher:
             self._learn(server, versions, label, prefill)
             if recorder is None or expected is None:
                 return completion
-            rows = None if prefill is None else prefill.rows
-            return await recorder.record(expected, choice, completion, before=rows)
+            before = None
+            if prefill is not None and prefill.rows is not None:
+                # A server that loads nothing sends all routes itself.
+                before = prefill.rows[: expected.params.routes_start - params.routes_start]
+            return await recorder.record(expected, choice, completion, before=before)
 
         return await self._dispatch(request, ask, hashes)
 
@@ -247,6 +250,24 @@ class Dispatcher:
             prompt.confirm(server.url)
         return response
 
+    async def _prefill(
+        self,
+        server: ServerState,
+        rank: int | None,
+        prompt: SessionPrompt,
+        request: RoutedRequest,
+        params: SamplingParams,
+        hashes: Sequence[int],
+    ) -> Prefill | None:
+        """Have a prompt computed for ``server``, on which the request counts as in flight."""
+        try:
+            async with self._fleet.holding(server, rank, tokens=request.tokens, hashes=hashes):
+                return await self._prefill_servers.prefill(server, prompt, request, params, hashes)
+        except TimeoutError as error:
+            raise _SendAgain(
+                f"{server.url} was lost while its prompt was computed", free=True, wait=False
+            ) from error
+
     async def _ask_prefill(
         self,
         server: ServerState,
@@ -285,11 +306,10 @@ class Dispatcher:
     async def _first_route(
         self, server: ServerState, prompt_length: int, params: SamplingParams
     ) -> int:
-        try:
-            return await self._cache_sources.first_route(server, prompt_length, params)
-        except Unreachable as error:
-            self._fleet.lost(server, str(error))
-            raise _SendAgain(str(error), free=True, wait=False) from error
+        first = await self._cache_sources.first_route(server, prompt_length, params)
+        if not server.alive:
+            raise _SendAgain(server.error, free=True, wait=False)
+        return first
 
     async def _versions(
         self, choice: responses.Choice, server: ServerState, adapter: str | None

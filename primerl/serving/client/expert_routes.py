@@ -16,7 +16,7 @@ from primerl.rollout.engines.protocol import RouteStore, is_instant
 from primerl.rollout.errors import summary
 from primerl.serving.client.calls import rpc_results
 from primerl.serving.client.fleet import Fleet
-from primerl.serving.client.http import ServerFailed
+from primerl.serving.client.http import ServerFailed, Unreachable
 from primerl.serving.client.servers import ServerState
 from primerl.serving.names import SERVED_ROUTES
 from primerl.serving.protocol.expert_routes import RoutesDecoder, RoutesSplitter, most_characters
@@ -185,6 +185,9 @@ class CacheSources:
                 try:
                     async with asyncio.timeout(ASK_S):
                         found = await rpc_results(self._fleet, server, SERVED_ROUTES)
+                except Unreachable as error:
+                    self._fleet.lost(server, str(error))
+                    return CacheSource()
                 except ServerFailed:
                     return CacheSource()  # ask again before the next request
                 except TimeoutError:

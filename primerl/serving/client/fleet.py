@@ -88,9 +88,7 @@ class Fleet:
     def _follow(self) -> None:
         """Start polling servers that joined, and stop polling servers that left."""
         try:
-            self._follow_list(self._members, "decode")
-            if self._prefill is not None:
-                self._follow_list(self._prefill, "prefill")
+            self._follow_lists()
         except Exception as error:  # whatever is wrong with the file, keep polling
             log.error("the list of servers can't be read and stays as it was: %s", summary(error))
         present = set(self.servers)
@@ -100,15 +98,18 @@ class Fleet:
             self._watchers.pop(server).cancel()
         self.tell()
 
-    def _follow_list(self, members: ServerUrls, role: Role) -> None:
-        if not members.changed():
-            return
-        for server in self.servers:
-            if server.role == role and server.url not in members.urls:
-                self.servers.leave(server.url)
-                log.info("%s was removed from the list of servers", server.url)
-        for url in members.urls:
-            self.servers.join(url, role)
+    def _follow_lists(self) -> None:
+        lists: list[tuple[ServerUrls | None, Role]]
+        lists = [(self._members, "decode"), (self._prefill, "prefill")]
+        changed = [(one.urls, role) for one, role in lists if one is not None and one.changed()]
+        for urls, role in changed:
+            for server in self.servers:
+                if server.role == role and server.url not in urls:
+                    self.servers.leave(server.url)
+                    log.info("%s was removed from the list of servers", server.url)
+        for urls, role in changed:  # after all departures: a server may change its role
+            for url in urls:
+                self.servers.join(url, role)
 
     async def _watch(self, server: ServerState) -> None:
         while True:
@@ -125,7 +126,7 @@ class Fleet:
         """Ask a server which weights it serves, and record the answer."""
         try:
             label = await self._label(server)
-            if self.context_length is None:
+            if self.context_length is None and server.role == "decode":
                 await self._read_context(server)
             if server.ranks is None:
                 count = await self._count_ranks(server)

@@ -87,13 +87,15 @@ class PrefillServers:
         if self._recorder is None and new < self._fleet.settings.prefill_from:
             return None
         deadline = running_time() + SKEW_S
-        while True:
+        while server.alive:
             label = server.label
             chosen = self._fleet.servers.choose_prefill(request, label=label, hashes=hashes)
             if chosen is None and not self._fleet.servers.prefill_differs(label):
                 return None
             if chosen is not None:
                 await self._sources.refuse_mismatch(chosen[0], server)
+                if not chosen[0].alive:  # it was lost when it was asked
+                    continue
                 with self._prompts.sent(request.session, prompt.token_ids) as sent:
                     try:
                         return await self._computed(*chosen, sent, params, hashes, label)
@@ -104,6 +106,7 @@ class PrefillServers:
                 log.info("%s and the prefill servers have different weights", server.url)
                 return None
             await asyncio.sleep(SKEW_POLL_S)
+        return None
 
     async def _computed(
         self,
@@ -137,11 +140,12 @@ class PrefillServers:
         rows = None
         if expected is not None:
             rows = await expected.rows(choice)
-            if rows is None or len(rows) != length - params.routes_start:
+            count, sent = length - params.routes_start, 0 if rows is None else len(rows)
+            if sent != count:
                 raise BadCompletion(
-                    f"{source.url} sent expert routes of {0 if rows is None else len(rows)} tokens "
-                    f"of a prompt, expected {length - params.routes_start}"
+                    f"{source.url} sent expert routes of {sent} tokens of a prompt, expected "
+                    f"{count}"
                 )
             # The server that samples computes the last token itself, and has its routes.
-            rows = rows[:-1]
+            rows = rows[:-1] if rows is not None and count else None
         return Prefill(version=versions[0] or 0, transfer=response.kv_transfer_params, rows=rows)

@@ -4,6 +4,7 @@ A chunk is a fixed number of tokens. Its file is named after a digest of all tok
 and lies in a folder named after the weights that computed it.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -95,6 +96,11 @@ class ChunkFiles:
             return load_file(path)
         except SafetensorError as error:
             raise OSError(f"{path} is damaged: {error}") from error
+
+    def remove(self, place: str, name: str) -> None:
+        """Remove a chunk that can't be loaded, so that it is computed and stored again."""
+        with contextlib.suppress(OSError):
+            self._path(place, name, self._rank).unlink()
 
     def remove_others(self, place: str) -> None:
         """Remove what other weights stored, but for the version before ``place``.

@@ -63,6 +63,8 @@ class _SharedPrompt:
 
     salt: str
     tokens: int
+    place: str = ""
+    """The folder of the weights that the server had when it looked for stored tokens."""
     names: list[str] = attrs.field(factory=list)
     """The names of its chunks; none if nothing of it may be shared."""
     missing: list[int] = attrs.field(factory=list)
@@ -87,6 +89,7 @@ class FolderConnector(KVConnectorBase_V1):
                 "FolderConnector can't store the caches of a model whose layers have caches of "
                 f"{len(kv_cache_config.kv_cache_groups)} kinds, such as windows; serve without it"
             )
+        _refuse_split_caches(vllm_config.parallel_config)
         self._block = vllm_config.cache_config.block_size
         chunk = int(config.get_from_extra_config("chunk_tokens", 1))
         worker = role == KVConnectorRole.WORKER
@@ -100,6 +103,8 @@ class FolderConnector(KVConnectorBase_V1):
         self._label = WeightsLabel(str(config.engine_id))
         self._loads = config.is_kv_consumer
         self._saves = config.is_kv_producer
+        if worker:
+            self._label.set(None, "")  # of a server with the same engine_id that was killed
         self._prompts: dict[str, _SharedPrompt] = {}
         self._caches: dict[str, Tensor] = {}
         self._damaged: set[int] = set()
@@ -115,6 +120,7 @@ class FolderConnector(KVConnectorBase_V1):
         label, place = self._label.get()
         if prompt.salt != label:
             prompt.names = []
+        prompt.place = place
         prompt.missing = self._files.missing(place, prompt.names)
         if not self._loads:
             return 0, False
@@ -153,40 +159,36 @@ class FolderConnector(KVConnectorBase_V1):
             one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
         }
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        label, place = self._label.get()
+        _, place = self._label.get()
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
-            if prompt is None or not prompt.names or prompt.salt != label:
+            if prompt is None or not prompt.names:
                 continue
             found = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
             blocks = [] if found is None else found[0]
             if prompt.loaded:
-                copies.loads += self._copies_to_load(place, prompt, blocks)
+                copies.loads += self._copies_to_load(prompt, blocks)
                 prompt.loaded = 0
             ready = min(computed[request_id] + tokens, prompt.tokens) // self._files.tokens
-            while self._saves and prompt.missing and prompt.missing[0] < ready:
-                copies.saves.append(
-                    self._copy_of(place, prompt.names, prompt.missing.pop(0), blocks)
-                )
+            if not self._saves or prompt.place != place:  # the weights are others now
+                continue
+            while prompt.missing and prompt.missing[0] < ready:
+                copies.saves.append(self._copy_of(prompt, prompt.missing.pop(0), blocks))
         return copies
 
-    def _copies_to_load(
-        self, place: str, prompt: _SharedPrompt, blocks: Sequence[int]
-    ) -> list[ChunkCopy]:
+    def _copies_to_load(self, prompt: _SharedPrompt, blocks: Sequence[int]) -> list[ChunkCopy]:
         first, last = prompt.held // self._files.tokens, -(-prompt.loaded // self._files.tokens)
-        copies = [self._copy_of(place, prompt.names, one, blocks) for one in range(first, last)]
+        copies = [self._copy_of(prompt, one, blocks) for one in range(first, last)]
         copies[0].skipped = prompt.held % self._files.tokens // self._block
         beyond = last * self._files.tokens - prompt.loaded
         if beyond:
             copies[-1].blocks = copies[-1].blocks[: -(beyond // self._block)]
         return copies
 
-    def _copy_of(
-        self, place: str, names: Sequence[str], index: int, blocks: Sequence[int]
-    ) -> ChunkCopy:
+    def _copy_of(self, prompt: _SharedPrompt, index: int, blocks: Sequence[int]) -> ChunkCopy:
         count = self._files.tokens // self._block
         taken = list(blocks[index * count : (index + 1) * count])
-        return ChunkCopy(place, names[index], taken)
+        return ChunkCopy(prompt.place, prompt.names[index], taken)
 
     def request_finished(
         self,
@@ -227,6 +229,7 @@ class FolderConnector(KVConnectorBase_V1):
                 self._load(copy)
             except OSError as error:
                 log.warning("keys and values could not be loaded: %s", summary(error))
+                self._files.remove(copy.place, copy.name)  # the request is sent again
                 self._damaged |= set(copy.blocks[copy.skipped :])
 
     def _load(self, copy: ChunkCopy) -> None:
@@ -270,6 +273,24 @@ class FolderConnector(KVConnectorBase_V1):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepCopies)
         return metadata
+
+
+def _refuse_split_caches(parallel_config: Any) -> None:
+    """Check that each worker has all layers and tokens of its heads.
+
+    Raises:
+        ValueError: the layers or the tokens are split over workers.
+    """
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if getattr(parallel_config, name) > 1:
+            raise ValueError(
+                f"FolderConnector can't store caches of {name}={getattr(parallel_config, name)}; "
+                "serve with tensor_parallel_size, or without the connector"
+            )
 
 
 def _identity(vllm_config: VllmConfig) -> str:

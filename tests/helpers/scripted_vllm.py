@@ -56,6 +56,8 @@ class ScriptedVLLM:
         self.running = 0
         self.peak = 0
         self.cancelled = 0
+        self.sampled = 0  # tokens
+        self.gauges = list  # returns further lines of the metrics
         self.faults = {}  # path -> list of HANG, DROP, GARBAGE, (status, message)
         self.hold = lambda tokens: False  # whether a request waits before its next token
         self.abort_next = 0
@@ -219,6 +221,7 @@ class ScriptedVLLM:
             for rank in range(self.ranks):
                 load = self.running if rank == 0 else 1
                 lines.append(f'vllm:num_requests_running{{engine="{rank}"}} {load}.0')
+            lines += self.gauges()
             return 200, "\n".join([*lines, 'vllm:e2e_bucket{le="1"} 7', ""]).encode()
         return await self._update(method, path, query, body)
 
@@ -326,6 +329,7 @@ class ScriptedVLLM:
                 greedy = (sum(prompt) + len(tokens)) % self.vocabulary
                 tokens.append(greedy if not params["temperature"] else random.randrange(64))
                 labels.append(self.label)
+                self.sampled += 1
                 if self.abort_next:
                     self.abort_next -= 1
                     reason = "abort"

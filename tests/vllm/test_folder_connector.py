@@ -40,9 +40,7 @@ def make(tmp_path, monkeypatch):
                 model_config=SimpleNamespace(
                     hf_text_config=SimpleNamespace(to_dict=dict), dtype="float32"
                 ),
-                parallel_config=SimpleNamespace(
-                    **{**sizes, "tensor_parallel_size": 1, **parallel}
-                ),
+                parallel_config=SimpleNamespace(**{**sizes, "tensor_parallel_size": 1, **parallel}),
             ),
             role,
             SimpleNamespace(kv_cache_groups=[None]),
@@ -148,9 +146,7 @@ def test_nothing_is_stored_that_follows_a_chunk_which_could_not_be_loaded(pair, 
     assert matched(scheduler, "a", longer) == 8
     for path in (tmp_path / "store").rglob("*.0"):
         path.unlink()
-    copies = scheduled(
-        scheduler, {"a": list(range(5, 12))}, tokens={"a": 5}, computed={"a": 8}
-    )
+    copies = scheduled(scheduler, {"a": list(range(5, 12))}, tokens={"a": 5}, computed={"a": 8})
     assert len(copies.saves) == 1
     assert forward(worker, copies) == {5, 6, 7, 8}
     # The next step may have been scheduled before the failure was reported.

@@ -38,7 +38,7 @@ async def call_all(
     """
 
     async def bounded(server: ServerState) -> Any:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s), fleet.until_lost(server):
             return await call(server)
 
     if servers is None:

@@ -31,6 +31,7 @@ from primerl.types import Completion, PolicyVersion, SamplingParams
 
 FIRST_BACKOFF_S = 0.1
 MOST_BACKOFF_S = 5.0
+MOST_LOSSES = 8  # how many servers a request may lose; it may be the cause of their deaths
 VOCAB_SIZE_S = 10.0  # timeout of asking a server for the size of its vocabulary
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -40,16 +41,24 @@ _UNFINISHED = ("abort", "error", None)  # the server failed, so the request is s
 class _SendAgain(Exception):
     """Signal to send a request again.
 
-    With ``free``, the attempt never reached an engine and is not counted. With ``wait``, a pause
-    precedes the next attempt. With ``avoid``, another server is preferred.
+    With ``free``, the attempt never reached an engine and is not counted. With ``lost``, the server
+    was lost meanwhile. With ``fault``, the server failed the request. With ``avoid``, another
+    server is preferred.
     """
 
     def __init__(
-        self, reason: str, *, free: bool = False, wait: bool = True, avoid: bool = True
+        self,
+        reason: str,
+        *,
+        free: bool = False,
+        lost: bool = False,
+        fault: bool = False,
+        avoid: bool = True,
     ) -> None:
         super().__init__(reason)
         self.free = free
-        self.wait = wait
+        self.lost = lost
+        self.fault = fault
         self.avoid = avoid
 
 
@@ -115,7 +124,9 @@ class Dispatcher:
             )
             choice = answer.choices[0]
             if choice.finish_reason in _UNFINISHED:
-                raise _SendAgain(f"{server.url} ended a request with {choice.finish_reason!r}")
+                raise _SendAgain(
+                    f"{server.url} ended a request with {choice.finish_reason!r}", fault=True
+                )
             versions = await self._versions(choice, server, adapter)
             completion = responses.make_completion(choice, versions)
             await self._learn_vocab_size(server)
@@ -166,11 +177,14 @@ class Dispatcher:
         """Send a request until it is answered, each time to another server if there is one.
 
         Raises:
+            BadCompletion: all servers in use answered wrongly, or the retries are used up.
             RuntimeError: the retries are used up, or weights were published and no server could be
                 used for ``down_timeout_s``.
         """
         avoid: set[str] = set()
         failures: list[str] = []
+        losses = 0
+        retries = self._fleet.settings.retries
         servers = self._fleet.servers
         while True:
             server, rank = await self._fleet.wait(
@@ -179,23 +193,36 @@ class Dispatcher:
                 patient=lambda: servers.unpublished,
             )
             try:
-                return await ask(server, rank)
+                answer = await ask(server, rank)
             except BadCompletion as error:
                 where = "" if server.url in str(error) else f"{server.url}: "
-                raise BadCompletion(f"{where}{error}") from error
+                bad = BadCompletion(f"{where}{error}")
+                self._fleet.request_failed(server, str(bad))
+                avoid.add(server.url)
+                failures.append(str(bad))
+                # A fault of one server, or one that they have in common?
+                known = all(one.url in avoid for one in servers.in_use("decode"))
+                if known or len(failures) > retries:
+                    raise bad from error
             except _SendAgain as retry:
+                if retry.fault:
+                    self._fleet.request_failed(server, str(retry))
                 if retry.avoid:
                     avoid.add(server.url)
                 if retry.free:
                     continue
                 failures.append(str(retry))
-                if len(failures) > self._fleet.settings.retries:
+                losses += retry.lost
+                if len(failures) - losses > retries or losses > MOST_LOSSES:
                     raise RuntimeError(
                         f"a request failed {len(failures)} times: {'; '.join(failures)}"
                     ) from retry
-                if retry.wait:
+                if retry.fault and all(one.url in avoid for one in servers.sound()):
                     backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
                     await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
+            else:
+                self._fleet.answered(server)
+                return answer
 
     async def _attempt(
         self,
@@ -221,16 +248,18 @@ class Dispatcher:
                     rank=rank,
                 )
         except Unreachable as error:
+            # Of all requests that a dying server loses, the first counts as its failure.
+            fault = error.sent and server.alive
             self._fleet.lost(server, str(error))
-            raise _SendAgain(str(error), free=not error.sent, wait=False) from error
+            raise _SendAgain(str(error), free=not error.sent, lost=True, fault=fault) from error
         except ServerFailed as error:
-            raise _SendAgain(str(error)) from error
+            raise _SendAgain(str(error), fault=True) from error
         except NotFound as error:
             if self._fleet.labels.adapter is None:
                 raise
             # A newer version has replaced the adapter, or the server has lost it.
             await self._fleet.poll(server)
-            raise _SendAgain(str(error), wait=False) from error
+            raise _SendAgain(str(error)) from error
         except Refused as error:
             if fields.whole:
                 raise
@@ -238,13 +267,13 @@ class Dispatcher:
             # as a plain vLLM or a router that took its place, and is not asked to keep it again.
             if not isinstance(error, NotKept):
                 prompt.name = ""
-            raise _SendAgain(str(error), free=True, wait=False, avoid=False) from error
+            raise _SendAgain(str(error), free=True, avoid=False) from error
         except BadResponse as error:
             hint = "" if self._recorder else " (expert routes need VLLMEngine(..., routes=))"
             raise BadCompletion(f"{error}{hint}") from error
         except TimeoutError as error:
             raise _SendAgain(
-                f"{server.url} was lost while it processed a request", wait=False
+                f"{server.url} was lost while it processed a request", lost=True
             ) from error
         if kept:
             prompt.confirm(server.url)
@@ -265,7 +294,7 @@ class Dispatcher:
                 return await self._prefill_servers.prefill(server, prompt, request, params, hashes)
         except TimeoutError as error:
             raise _SendAgain(
-                f"{server.url} was lost while its prompt was computed", free=True, wait=False
+                f"{server.url} was lost while its prompt was computed", free=True
             ) from error
 
     async def _ask_prefill(
@@ -282,13 +311,18 @@ class Dispatcher:
         """Send a request to a prefill server; return None if it failed."""
         for _ in range(2):
             try:
-                return await self._attempt(
+                response = await self._attempt(
                     server, prompt, body, max_bytes, expected, rank=rank, hashes=hashes
                 )
             except _SendAgain as retry:
                 log.info("a prompt is computed where it is continued: %s", retry)
+                if retry.fault:
+                    self._fleet.request_failed(server, str(retry))
                 if retry.avoid:
                     break
+            else:
+                self._fleet.answered(server)
+                return response
         return None
 
     def _adapter_of(self, server: ServerState) -> str | None:
@@ -300,7 +334,7 @@ class Dispatcher:
         """
         adapter = self._fleet.adapter_of(server)
         if adapter is None and self._fleet.labels.adapter is not None:
-            raise _SendAgain(f"{server.url} no longer serves the adapter", free=True, wait=False)
+            raise _SendAgain(f"{server.url} no longer serves the adapter", free=True)
         return adapter
 
     async def _first_route(
@@ -308,7 +342,7 @@ class Dispatcher:
     ) -> int:
         first = await self._cache_sources.first_route(server, prompt_length, params)
         if not server.alive:
-            raise _SendAgain(server.error, free=True, wait=False)
+            raise _SendAgain(server.error, free=True)
         return first
 
     async def _versions(
@@ -324,12 +358,14 @@ class Dispatcher:
         known = responses.token_versions(choice, self._fleet.number, adapter=adapter)
         versions = [one for one in known if one is not None]
         if len(versions) < len(known):
-            raise _SendAgain(f"{server.url} sampled with weights that this run did not publish")
+            raise _SendAgain(
+                f"{server.url} sampled with weights that this run did not publish", fault=True
+            )
         if versions:
             await self._fleet.confirm(server, max(versions))
             if max(versions) > self._fleet.newest_version and not server.alive:
                 raise _SendAgain(
-                    f"{server.url} was lost before it confirmed its version", wait=False
+                    f"{server.url} was lost before it confirmed its version", lost=True
                 )
         return versions
 
@@ -377,7 +413,7 @@ class Dispatcher:
             self._fleet.tell()
         if self._fleet.settings.on_update == "keep" and versions[0] != self._fleet.number(label):
             # The prompt may have reused a cached prefix that older weights computed.
-            raise _SendAgain(f"{server.url} was updated before it began a request", wait=False)
+            raise _SendAgain(f"{server.url} was updated before it began a request")
         if prefill is not None and versions[0] != prefill.version:
             raise _SendAgain(
                 f"{server.url} was updated before it loaded a prompt", free=True, avoid=False

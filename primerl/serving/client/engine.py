@@ -237,8 +237,8 @@ class VLLMEngine:
 
         Raises:
             BadCompletion: a server's response breaks the contract of engines, lacks expert routes,
-                or has routes that the store refuses. The request is not sent again, because a retry
-                would hide the fault.
+                or has routes that the store refuses, and so do those of all other servers that the
+                request was sent to then. ``servers()`` counts these failures.
             ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context,
                 ``routes_start`` exceeds the prompt, or vLLM refuses the request.
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
@@ -513,11 +513,12 @@ class VLLMEngine:
     # ---- servers ----
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return each server's status: ``url role alive serving version in_flight ranks error``.
+        """Return each server's status: ``url role alive serving version in_flight ranks failures error``.
 
         ``serving`` says whether requests are sent to the server, ``in_flight`` is the number of its
-        requests, ``ranks`` the number of its data-parallel ranks, and ``error`` says why the server
-        can't be reached.
+        requests, ``ranks`` the number of its data-parallel ranks, ``failures`` that of the requests that it
+        failed or answered wrongly, and ``error`` says why the server can't be reached or is
+        avoided.
         """
         return self._connected().run(Fleet.report)
 

@@ -21,6 +21,7 @@ from primerl.serving.client.http import (
 from primerl.serving.client.server_urls import ServerUrls
 from primerl.serving.client.servers import KnownServers, RankState, Role, ServerState
 from primerl.serving.client.settings import ConnectionSettings
+from primerl.serving.client.stalls import StallDetector
 from primerl.serving.protocol import metrics, responses
 from primerl.types import PolicyVersion
 
@@ -65,6 +66,7 @@ class Fleet:
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
         self._scopes: dict[ServerState, set[asyncio.Timeout]] = {}
+        self._calls: dict[ServerState, set[asyncio.Timeout]] = {}
         self._watchers: dict[ServerState, asyncio.Task[None]] = {}
         self.http = Http(settings.api_key)
 
@@ -112,15 +114,26 @@ class Fleet:
                 self.servers.join(url, role)
 
     async def _watch(self, server: ServerState) -> None:
+        detector = StallDetector(self.http, server)
         while True:
             try:
                 await self.poll(server)
+                await detector.look()
+                self._end_stall(server)
             except Exception as error:  # otherwise the server would be used without being polled
                 if server.alive:  # log once, not at every poll
                     log.exception("%s could not be polled", server.url)
                 self.lost(server, f"it could not be polled: {summary(error)}")
                 self._withdraw(server)
             await asyncio.sleep(POLL_S)
+
+    def _end_stall(self, server: ServerState) -> None:
+        """Take the requests from a server that does not work on them, if others can."""
+        if server.stalled and any(one is not server for one in self.servers.sound()):
+            reason = f"it works on none of its {server.in_flight} requests"
+            server.breaker.open(reason)
+            log.warning("%s loses its requests to other servers: %s", server.url, reason)
+            self._withdraw(server)
 
     async def poll(self, server: ServerState) -> None:
         """Ask a server which weights it serves, and record the answer."""
@@ -136,6 +149,8 @@ class Fleet:
             # Requests to a host that vanished would hang: their connections stay open.
             if isinstance(error, TimeoutError) or server.lost_s > SILENT_S:
                 self._withdraw(server)
+                for scope in self._calls.get(server, ()):
+                    scope.reschedule(0)
             return
         self.reported(server, label)
         if server.version is None and self.on_unseeded is not None:
@@ -160,6 +175,23 @@ class Fleet:
             if version > self.newest_version:
                 await self.poll(server)
 
+    def answered(self, server: ServerState) -> None:
+        """Record that a server answered a request as it should."""
+        if server.breaker.reason:
+            log.warning("%s answers requests again", server.url)
+        server.breaker.close()
+        server.worked_at = running_time()
+
+    def request_failed(self, server: ServerState, reason: str) -> None:
+        """Record that a server failed a request, or answered it wrongly."""
+        if open_s := server.breaker.add_failure(reason):
+            log.warning(
+                "%s gets no requests for %g s, because it failed several in a row: %s",
+                server.url,
+                open_s,
+                reason,
+            )
+
     def failed(self, server: ServerState) -> None:
         """Record that a server failed to load weights; ignore its reports until a load succeeds."""
         if self.servers.failed(server):
@@ -171,12 +203,12 @@ class Fleet:
         # its data-parallel ranks have different labels, it answers with an error. If the server is
         # healthy in these cases, keep the label.
         try:
-            async with asyncio.timeout(SILENT_S):
+            async with asyncio.timeout(SILENT_S / 2):
                 if self.labels.adapter is not None:
                     return await self._adapter_label(server)
                 content = await self.http.get(server.url, names.WEIGHT_INFO)
         except (TimeoutError, ServerFailed):
-            async with asyncio.timeout(SILENT_S):
+            async with asyncio.timeout(SILENT_S / 2):
                 await self.http.get(server.url, names.HEALTH)
             return server.label
         return responses.decode(responses.weight_infos, content, server.url).weight_version
@@ -265,7 +297,8 @@ class Fleet:
                 "version": one.version,
                 "in_flight": one.in_flight,
                 "ranks": len(one.ranks or [0]),
-                "error": one.error,
+                "failures": one.breaker.failures,
+                "error": one.error or one.breaker.reason,
             }
             for one in self.servers
         ]
@@ -302,6 +335,26 @@ class Fleet:
         return found
 
     @contextlib.asynccontextmanager
+    async def until_lost(self, server: ServerState) -> AsyncIterator[None]:
+        """Cancel the body if the server falls silent.
+
+        Raises:
+            Unreachable: the server fell silent.
+        """
+        calls = self._calls.setdefault(server, set())
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                calls.add(scope)
+                yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise Unreachable(f"{server.url} is lost: {server.error}", sent=True) from error
+        finally:
+            calls.discard(scope)
+
+    @contextlib.asynccontextmanager
     async def holding(
         self, server: ServerState, rank: int | None, *, tokens: int, hashes: Sequence[int] = ()
     ) -> AsyncIterator[None]:
@@ -317,6 +370,8 @@ class Fleet:
         """
         scopes = self._scopes.setdefault(server, set())
         state = server.rank_state(rank) or RankState()
+        if not server.in_flight:
+            server.worked_at = running_time()
         server.in_flight += 1
         state.requests += 1
         state.tokens += tokens

@@ -4,12 +4,14 @@ This module does no I/O. ``Fleet`` and its callers report to it what they learn 
 """
 
 import bisect
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
 
 from primerl.rollout.processes.running_clock import running_time
+from primerl.serving.client.circuit_breaker import CircuitBreaker
 from primerl.serving.client.held_prefixes import HeldPrefixes
 from primerl.serving.client.routing import RoutedPlace, RoutedRequest, RoutingPolicy, of_session
 from primerl.types import PolicyVersion
@@ -17,6 +19,9 @@ from primerl.types import PolicyVersion
 Role: TypeAlias = Literal["prefill", "decode"]
 """What a server does: compute prompts for other servers, or answer requests."""
 
+QUIET_S = 5.0  # a server that has not answered a poll for so long gets no requests if others do
+IDLE_S = 15.0  # the same for a server that has not worked on its requests for so long
+STALLED_S = 60.0  # then others get these requests, too
 FAILED = "failed"  # the label of a server that failed to load weights
 
 
@@ -55,10 +60,32 @@ class ServerState:
     lost_at: float | None = None
     """When the server was lost, by the clock of this process."""
 
+    polled_at: float = -math.inf
+    """When the server answered a poll last."""
+    worked_at: float = attrs.field(factory=running_time)
+    """When the server was last known to work on its requests, or had none."""
+    breaker: CircuitBreaker = attrs.field(factory=CircuitBreaker)
+
     @property
     def lost_s(self) -> float:
         """Seconds since the server was lost; 0 while it is alive."""
         return 0.0 if self.lost_at is None else running_time() - self.lost_at
+
+    @property
+    def sound(self) -> bool:
+        """Whether the server answers polls, works on its requests and does not fail them."""
+        quiet = running_time() - self.polled_at > QUIET_S
+        return not quiet and self._idle_s < IDLE_S and self.breaker.allows(self.in_flight)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the server has not worked on its requests for so long that others should."""
+        on_trial = bool(self.breaker.reason)
+        return self._idle_s > (IDLE_S if on_trial else STALLED_S)
+
+    @property
+    def _idle_s(self) -> float:
+        return running_time() - self.worked_at if self.in_flight else 0.0
 
     def rank_state(self, rank: int | None) -> RankState | None:
         """Return the state of a rank; None if it is unknown, or the server chooses the rank."""
@@ -92,7 +119,8 @@ class ServerState:
                 f"{self.url} is up, but its weights ({self.label!r:.80}) are not this run's: "
                 "publish weights to it, or declare their version with adopt(version)"
             )
-        return f"{self.url} serves version {self.version}"
+        avoided = f", but is avoided ({self.breaker.reason})" if self.breaker.reason else ""
+        return f"{self.url} serves version {self.version}{avoided}"
 
 
 class KnownServers:
@@ -152,8 +180,10 @@ class KnownServers:
         They are lost if the server had weights of this run and now has others.
         """
         server.alive, server.error, server.lost_at = True, "", None
+        server.polled_at = running_time()
         if version is None and label != FAILED:
             server.failed = False  # the server was restarted
+            server.breaker.close()
         if version is not None and not server.failed:
             self.serves(server, label, version)
             return False
@@ -206,7 +236,7 @@ class KnownServers:
     @property
     def version(self) -> PolicyVersion:
         """The oldest version that a server in use samples with; it never decreases."""
-        sampling = [one for one in self.serving() if one.role == "decode"]
+        sampling = self.in_use("decode")
         served = [one.version for one in sampling if one.version is not None]
         self._floor = max([self._floor, min(served)] if served else [self._floor])
         return self._floor
@@ -232,6 +262,15 @@ class KnownServers:
         """Return the servers that can be reached."""
         return [one for one in self if one.alive]
 
+    def in_use(self, role: Role) -> list[ServerState]:
+        """Return the servers in use that have a role."""
+        return [one for one in self.serving() if one.role == role]
+
+    def sound(self) -> list[ServerState]:
+        """Return the decode servers in use that are sound; all of them if none is."""
+        decode = self.in_use("decode")
+        return [one for one in decode if one.sound] or decode
+
     def choose(
         self,
         request: RoutedRequest,
@@ -241,8 +280,8 @@ class KnownServers:
     ) -> tuple[ServerState, int | None] | None:
         """Choose a server for a request, and one of its data-parallel ranks.
 
-        Returns None if no server is in use. The rank is None if the server has only one, or if it
-        chooses the rank by itself.
+        Returns None if no server is in use. A server that is not sound is used only if no other is.
+        The rank is None if the server has only one, or if it chooses the rank by itself.
 
         Args:
             request: the request.
@@ -252,8 +291,8 @@ class KnownServers:
         Raises:
             ValueError: the policy chose a place that is not one of those it was given.
         """
-        serving = [one for one in self.serving() if one.role == "decode"]
-        candidates = [one for one in serving if one.url not in avoid] or serving
+        sound = self.sound()
+        candidates = [one for one in sound if one.url not in avoid] or sound
         return self._choose(request, candidates, hashes)
 
     def choose_prefill(
@@ -263,8 +302,8 @@ class KnownServers:
 
         Returns None if there is none.
         """
-        serving = [one for one in self.serving() if one.role == "prefill" and one.label == label]
-        return self._choose(request, serving, hashes)
+        sound = [one for one in self.in_use("prefill") if one.label == label and one.sound]
+        return self._choose(request, sound, hashes)
 
     def prefill_differs(self, label: str | None) -> bool:
         """Return whether a live prefill server has another version of this run than ``label``."""

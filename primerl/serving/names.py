@@ -18,6 +18,8 @@ SET_WEIGHT_VERSION = "/update_weight_version"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
+NODE_LINK = "/primerl/node"  # a websocket between the nodes of one server
+
 DATA_PARALLEL_RANK = "X-data-parallel-rank"  # a header of requests
 
 # Methods of the worker extension, called through COLLECTIVE_RPC.

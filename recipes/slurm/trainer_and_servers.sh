@@ -1,6 +1,6 @@
 # Shell functions for a Slurm job whose first nodes train, with torchrun, and whose other nodes each
-# run a vLLM server of the policy. The job files in this folder set TRAIN_NODES and run_dir, source
-# this file, and call
+# run a vLLM server of the policy, or NODES_PER_SERVER of them together. The job files in this folder
+# set TRAIN_NODES and run_dir, source this file, and call
 #
 #   serve MODEL [flags of vLLM]      start the servers, wait until all answer, and set urls
 #   train SCRIPT [its flags]         run the trainer, and end the job with its exit code
@@ -66,8 +66,13 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     fail "${#nodes[@]} node(s), of which $train_nodes train: none is left to serve; sbatch --nodes N"
 trainers=("${nodes[@]:0:train_nodes}")
 servers=("${nodes[@]:train_nodes}")
+nodes_per_server=${NODES_PER_SERVER:-1}
+((${#servers[@]} % nodes_per_server == 0)) ||
+    fail "${#servers[@]} nodes serve, expected a multiple of NODES_PER_SERVER=$nodes_per_server"
 urls=()
-for node in "${servers[@]}"; do urls+=("http://$node:$port"); done
+for ((i = 0; i < ${#servers[@]}; i += nodes_per_server)); do
+    urls+=("http://${servers[i]}:$port")
+done
 
 # The run's last complete checkpoint, or nothing. (compgen -G would read the folder as a pattern.)
 last_checkpoint() {
@@ -150,10 +155,29 @@ restart() {
 trap finish EXIT
 trap 'exit 143' TERM INT
 
-serve() {
-    local model=$1 url deadline
+# Runs a command with the flags of this node's part of a server: the first of its nodes listens, and
+# the others join it. Arguments: nodes per server, ranks per node, all serving nodes, "--", command.
+# shellcheck disable=SC2016 # it is expanded on the nodes
+part_of_server='
+    per_server=$1 ranks=$2 nodes=()
+    shift 2
+    while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
     shift
-    on servers --output="$run_dir/logs/server-%N.log" \
+    for ((i = 0; i < ${#nodes[@]}; i++)); do [[ ${nodes[i]} != "$SLURMD_NODENAME" ]] || break; done
+    before=$((i % per_server))
+    flags=(--data-parallel-size-local "$ranks" --data-parallel-address "${nodes[i - before]}")
+    ((before == 0)) || flags+=(--headless --data-parallel-start-rank $((before * ranks)))
+    exec "$@" "${flags[@]}"
+'
+
+serve() {
+    local model=$1 url deadline part=()
+    shift
+    if ((nodes_per_server > 1)); then
+        part=(bash -c "$part_of_server" part "$nodes_per_server" "${GPUS_PER_NODE:-8}")
+        part+=("${servers[@]}" --)
+    fi
+    on servers --output="$run_dir/logs/server-%N.log" "${part[@]}" \
         python -m primerl.serving.server "$model" --host 0.0.0.0 --port "$port" \
         --start-timeout-s "${START_TIMEOUT_S:-1800}" "$@" &
     serving=$!

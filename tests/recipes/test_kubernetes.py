@@ -21,7 +21,8 @@ from glm_swe_trainer import load
 from primerl import planning, testing
 
 OLDEST = "1.33"  # the first with hostUsers and procMount, unless they were turned on
-TORCHRUN = '#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n'
+RECORD = '#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n'  # stands for torchrun and python
+RESOLVE = "#!/bin/bash\n"  # stands for getent: every name has an address
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +48,42 @@ def recipe(root):
 
 
 @pytest.fixture
-def start_trainer(manifests, trainer, tmp_path):
-    """Runs the container's command in a folder that stands for the shared volume.
+def start(manifests, tmp_path):
+    """Runs a container's command in a folder that stands for the shared volume.
 
-    Returns the words that torchrun gets.
+    Returns the words that torchrun, or python, gets.
     """
-    (tmp_path / "torchrun").write_text(TORCHRUN)
-    (tmp_path / "torchrun").chmod(stat.S_IRWXU)
+    for name, program in (("torchrun", RECORD), ("python", RECORD), ("getent", RESOLVE)):
+        (tmp_path / name).write_text(program)
+        (tmp_path / name).chmod(stat.S_IRWXU)
     settings = {
         name: value.replace("/shared", str(tmp_path / "shared"))
         for name, value in manifests["ConfigMap", "settings"]["data"].items()
     }
-    container = trainer["template"]["spec"]["containers"][0]
 
-    def start(*, index):
+    def start(part, **variables):
+        (container,) = part["template"]["spec"]["containers"]
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
         subprocess.run(
             [*container["command"], *container["args"]],
-            env={**path, **settings, "JOB_COMPLETION_INDEX": str(index)},
+            env={**path, **settings, **variables},
             check=True,
         )
         return (tmp_path / "words").read_text().splitlines()
 
     start.settings = settings
     return start
+
+
+@pytest.fixture
+def start_trainer(start, trainer):
+    """Runs the command of the trainer's pod with an index."""
+
+    def start_trainer(*, index, **variables):
+        return start(trainer, JOB_COMPLETION_INDEX=str(index), **variables)
+
+    start_trainer.settings = start.settings
+    return start_trainer
 
 
 def pods(manifests):
@@ -161,24 +174,45 @@ def test_it_is_resumed_from_a_checkpoint_and_begun_anew_without_one(start_traine
     assert os.path.isdir(run_dir)
 
 
-def test_servers_are_those_of_the_scale(manifests, server, recipe, tmp_path, monkeypatch):
-    settings = manifests["ConfigMap", "settings"]["data"]
-    container = server["template"]["spec"]["containers"][0]
-    command = [
-        re.sub(r"\$\((\w+)\)", lambda name: settings[name[1]], word)
-        for word in container["command"]
-    ]
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_servers_are_those_of_the_scale(start, server, recipe, tmp_path, monkeypatch):
+    (container,) = server["template"]["spec"]["containers"]
     tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
 
-    model, arguments = served(command[1:], monkeypatch)
+    model, arguments = served(start(server, HOSTNAME="server-5"), monkeypatch)
 
-    assert command[0] == "python"
-    assert model == settings["FP8_MODEL"]
+    assert model == start.settings["FP8_MODEL"]
     scale = recipe.SCALES["glm5"]
     assert arguments == served_by_recipe(recipe, tiny, model, monkeypatch)
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert int(arguments["--data-parallel-size"]) == gpus == scale.server_gpus[0]
-    assert int(settings["SERVERS"]) == server["replicas"] == 28 - scale.nodes[0]
+    pods = int(start.settings["SERVER_PODS"])
+    assert pods == server["replicas"] == 28 - scale.nodes[0]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_servers_over_four_pods(start, start_trainer, server, recipe, tmp_path, monkeypatch):
+    """Pods 4 to 7 are the second server, of which pod 4 listens."""
+    over_four = {"PODS_PER_SERVER": "4"}
+    tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
+    words = {
+        number: served(start(server, HOSTNAME=f"server-{number}", **over_four), monkeypatch)
+        for number in (4, 5, 7)
+    }
+
+    (model, first), (_, second), (_, last) = words.values()
+    of_one = served_by_recipe(recipe, tiny, model, monkeypatch)
+    gpus = recipe.SCALES["glm5"].server_gpus[1]
+    assert first == of_one | {
+        "--data-parallel-size": str(gpus),
+        "--data-parallel-size-local": "8",
+        "--data-parallel-address": "server-4.server",
+    }
+    assert second == first | {"--headless": "", "--data-parallel-start-rank": "8"}
+    assert last == first | {"--headless": "", "--data-parallel-start-rank": "24"}
+    launch = launched(start_trainer(index=0, **over_four))
+    urls = tuple(f"http://server-{number}.server:8000" for number in (0, 4, 8))
+    assert recipe_arguments(recipe, launch, monkeypatch).engine_urls == urls
 
 
 def test_there_is_time_to_save(trainer, recipe):
@@ -260,6 +294,7 @@ def test_names_lead_somewhere(manifests, trainer, server):
 
 
 def test_only_trainers_reach_servers(manifests):
+    """And the pods of a server reach each other."""
     policy = manifests["NetworkPolicy", "only-trainers-reach-servers"]["spec"]
 
     assert policy == {
@@ -269,7 +304,8 @@ def test_only_trainers_reach_servers(manifests):
             {
                 "from": [{"podSelector": {"matchLabels": {"part": "trainer"}}}],
                 "ports": [{"protocol": "TCP", "port": 8000}],
-            }
+            },
+            {"from": [{"podSelector": {"matchLabels": {"part": "server"}}}]},
         ],
     }
 

@@ -52,7 +52,7 @@ told=''
 trap 'told=yes; kill -TERM "${pids[@]}" 2>/dev/null' TERM
 for node in ${nodes//,/ }; do
     [[ -z $log ]] || exec > "${log//%N/$node}" 2>&1
-    NODE=$node "$@" & pids+=($!)
+    NODE=$node SLURMD_NODENAME=$node "$@" & pids+=($!)
 done
 [[ -z $told ]] || kill -TERM "${pids[@]}" 2>/dev/null
 code=0
@@ -497,6 +497,47 @@ def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch
     assert model == str(models[1])
     assert arguments == served_by_recipe(recipe, tiny, model, monkeypatch)
     assert int(arguments["--data-parallel-size"]) == scale.server_gpus[0]
+
+
+def test_servers_of_glm_swe_over_several_nodes(job, recipe, tmp_path, monkeypatch):
+    """The first node of each server listens, and the others join it with the ranks after its."""
+    serving = {"script": "glm_swe.sbatch", "NODES_PER_SERVER": "2", "TRAIN_NODES": "1"}
+    started = ["model", "fp8-model", "run"]
+
+    code, out, errors = run(job, *started, nodes="t,s1,s2,s3,s4", **serving)
+
+    assert code == 0, errors
+    assert out == "serving: http://s1:8000 http://s3:8000\n"
+    (trainer,) = (event for event in job.events() if event.startswith("trainer"))
+    assert "--engine-urls http://s1:8000 http://s3:8000" in trainer
+    words = {event.split()[1]: event.split()[3:] for event in job.events() if "server" in event}
+    words = {node: served(words[node], monkeypatch) for node in ("s1", "s2", "s3", "s4")}
+    tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
+    of_one = served_by_recipe(recipe, tiny, "fp8-model", monkeypatch)
+    for first, further in (("s1", "s2"), ("s3", "s4")):
+        over_two = of_one | {
+            "--data-parallel-size": "16",
+            "--data-parallel-size-local": "8",
+            "--data-parallel-address": first,
+        }
+        assert words[first] == ["fp8-model", over_two]
+        joins = {"--headless": "", "--data-parallel-start-rank": "8"}
+        assert words[further] == ["fp8-model", over_two | joins]
+
+    code, _, errors = run(job, *started, nodes="t,s1,s2,s3", **serving)
+    assert (code, "3 nodes serve, expected a multiple of NODES_PER_SERVER=2" in errors) == (1, True)
+
+
+def test_a_node_of_a_server_that_ends_fails_the_job(job):
+    settings = {"script": "glm_swe.sbatch", "NODES_PER_SERVER": "2", "TRAIN_NODES": "1"}
+    started = ["model", "fp8-model", "run"]
+
+    code, _, errors = run(
+        job, *started, nodes="t,s1,s2", SERVER_DIES="s2", TRAINER_S="30", **settings
+    )
+
+    assert code == 1
+    assert "a server ended before the trainer" in errors
 
 
 def test_glm_swe_has_time_to_save(root, recipe):

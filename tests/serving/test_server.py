@@ -150,6 +150,7 @@ def test_the_command_has_the_settings_for_training():
         '--weight-transfer-config={"backend": "primerl"}',
         "--worker-extension-cls=primerl.serving.worker.receiver.WeightReceiver",
         "--middleware=primerl.serving.server.kept_prompts.KeepPrompts",
+        "--middleware=primerl.serving.server.nodes.RequireNodes",
         "--middleware=primerl.serving.server.middleware.RequireKey",
     }
 
@@ -160,8 +161,12 @@ def test_user_arguments_override_defaults_and_our_middleware_is_outermost():
     )
 
     assert words.index("--scheduling-policy") > words.index("--scheduling-policy=priority")
-    ours = [vllm_arguments.KEEP_PROMPTS, vllm_arguments.REQUIRE_KEY]
-    assert words[-3:] == [f"--middleware={one}" for one in ["mine.Own", *ours]]
+    ours = [
+        vllm_arguments.KEEP_PROMPTS,
+        vllm_arguments.REQUIRE_NODES,
+        vllm_arguments.REQUIRE_KEY,
+    ]
+    assert words[-4:] == [f"--middleware={one}" for one in ["mine.Own", *ours]]
     assert not [word for word in words if "transfer" in word or "extension" in word]
     assert "--scheduling-policy=fcfs" in command(scheduling_policy="fcfs")
 
@@ -196,6 +201,7 @@ SAME_AS_FLAGS = [
     ("--override-generation-config.temperature=0.3",),
     ("--speculative-config.rejection_sample_method=synthetic",),
     ("--speculative-config", '{"rejection_sample_method": "synthetic"}'),
+    ("-sc", '{"rejection_sample_method": "synthetic"}'),
     ("-q", "fp8"),
     ("--config", "arguments.yaml"),
     ("--watermark",),
@@ -250,6 +256,60 @@ def test_experts_that_move_are_refused_with_weight_updates(engine_args, flags):
     with pytest.raises(ValueError, match="refuses enable_eplb"):
         command(weight_transfer=None, flags=flags, **engine_args, **own)
     assert command(weight_transfer=None, flags=flags, **engine_args)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "flags"),
+    [
+        ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}, ()),
+        ({"speculative_config": {"model": "small", "rejection_sample_method": "block"}}, ()),
+        ({}, ("--spec-method", "eagle3", "--spec-model", "/drafts")),
+        ({}, ("--speculative_config", '{"model": "small", "num_speculative_tokens": 3}')),
+        ({}, ("--speculative-config.method=eagle", "--speculative-config.model=small")),
+        ({}, ("-sc", '{"draft_sample_method": "ngram", "method": "medusa"}')),
+    ],
+    ids=str,
+)
+def test_drafts_with_weights_are_refused_with_weight_updates(engine_args, flags):
+    """They would still sample the policy, but ever fewer of their drafts would be accepted."""
+    with pytest.raises(ValueError, match="refuses speculative decoding.*weight_transfer=None"):
+        command(flags=flags, **engine_args)
+    assert command(weight_transfer=None, flags=flags, **engine_args)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_without_weights_are_served(method):
+    config = {"method": method, "num_speculative_tokens": 3}
+    assert command(speculative_config=config, specialize_active_lora=True)
+    assert command(flags=("--speculative-config", json.dumps(config)))
+    assert command(flags=(f"--speculative-config.method={method}", "--spec-tokens=3"))
+    assert command(flags=("--spec-method", method, "--spec-tokens", "3"))
+
+
+def test_a_further_node_runs_another_program_and_needs_the_first_ones_address():
+    one = {"data_parallel_size": 2, "data_parallel_size_local": 1}
+    place = {"data_parallel_address": "host-a", "data_parallel_rpc_port": 13345}
+    first = command(**one, **place)
+    further = command(headless=True, data_parallel_start_rank=1, **one, **place)
+    by_flags = command(flags=("--headless", "-dp", "2", "-dpa", "host-a"))
+
+    assert first[2] == "vllm.entrypoints.openai.api_server"
+    assert further[2] == by_flags[2] == "primerl.serving.server.headless"
+    assert "--headless" in further
+    assert vllm_arguments.first_node({"headless": False, **place}, ()) is None
+    assert vllm_arguments.first_node({"headless": True, **place}, ()) == "host-a"
+    assert vllm_arguments.first_node({}, ("--headless", "-dpa", "host-a")) == "host-a"
+    with pytest.raises(ValueError, match="headless without data_parallel_address"):
+        command(headless=True, **one)
+    with pytest.raises(ValueError, match="not support nnodes: only data-parallel ranks"):
+        command(nnodes=2)
+
+
+def test_a_further_node_needs_the_first_ones_port(installed):
+    with pytest.raises(ValueError, match="headless without port"):
+        serving.serve_vllm("M", headless=True, data_parallel_address="host-a")
+    further = serving.serve_vllm("M", port=8000, headless=True, data_parallel_address="host-a")
+    assert further.url == "http://host-a:8000"
 
 
 def test_experts_that_stay_are_served():

@@ -29,9 +29,11 @@ import torch
 
 from primerl import serving, testing
 from primerl.serving.server.arguments import flags
+from primerl.serving.server.readiness import free_port
 
 HERE = Path(__file__).parent
 KEY = "of the pair"
+HOST = "127.0.0.1"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 SERVER_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -327,6 +329,26 @@ def two_ranks(dense):
     server = serving.serve_vllm(dense, env=SERVER_ENV, data_parallel_size=2, **SERVER_ARGS)
     with started(server):
         yield server
+
+
+@pytest.fixture
+def two_nodes(dense):
+    """The two nodes of a server of ``dense``, on this machine, with a data-parallel rank each."""
+    of_both = {
+        "host": HOST,
+        "port": free_port(HOST),
+        "api_key": KEY,
+        "env": {**SERVER_ENV, "OMP_NUM_THREADS": "1"},
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 1,
+        "data_parallel_address": HOST,
+        "data_parallel_rpc_port": free_port(HOST),
+        **SERVER_ARGS,
+    }
+    first = serving.serve_vllm(dense, **of_both)
+    second = serving.serve_vllm(dense, headless=True, data_parallel_start_rank=1, **of_both)
+    with started(first, second):
+        yield first, second
 
 
 @pytest.fixture(scope="session")

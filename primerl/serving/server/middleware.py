@@ -36,10 +36,6 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 class RequireKey:
     """ASGI middleware that answers 401 to requests without the server's key.
 
-    With ``PRIMERL_API_KEY_FROM=stdin``, which ``serve_vllm`` sets, the key is read from standard
-    input, because child processes inherit environment variables, and other processes can read them
-    in ``/proc``. Otherwise the key is the variable ``PRIMERL_API_KEY``.
-
     Args:
         app: the protected application. Its HTTP and websocket endpoints both need the key.
 
@@ -48,16 +44,8 @@ class RequireKey:
     """
 
     def __init__(self, app: Application) -> None:
-        if os.environ.get(KEY_FROM) == STDIN:
-            where, key = "standard input", _key_from_stdin()
-        else:
-            where, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
-        if not key:
-            raise RuntimeError(
-                f"{where} has no API key, without which the server would be open to everyone"
-            )
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._expected = b"Bearer " + read_key().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass requests with the key to the application, and refuse all others."""
@@ -81,6 +69,27 @@ class RequireKey:
     def _knows_key(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return len(sent) == 1 and hmac.compare_digest(sent[0], self._expected)
+
+
+def read_key() -> str:
+    """Return the server's key.
+
+    With ``PRIMERL_API_KEY_FROM=stdin``, which ``serve_vllm`` sets, the key is read from standard
+    input, because child processes inherit environment variables, and other processes can read them
+    in ``/proc``. Otherwise the key is the variable ``PRIMERL_API_KEY``.
+
+    Raises:
+        RuntimeError: the key is empty or not set.
+    """
+    if os.environ.get(KEY_FROM) == STDIN:
+        where, key = "standard input", _key_from_stdin()
+    else:
+        where, key = KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "")
+    if not key:
+        raise RuntimeError(
+            f"{where} has no API key, without which the server would be open to everyone"
+        )
+    return key
 
 
 @functools.cache

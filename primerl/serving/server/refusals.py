@@ -64,6 +64,9 @@ _REFUSED_WITH_ROUTES = {
     )
     for name in ("pipeline", "decode_context", "prefill_context")
 }
+# Methods of speculative decoding whose drafts come from texts, not from weights.
+_DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+_DRAFT_METHOD = re.compile(r"(?:\bspec[_-]|(?<![\w-]))method\W+(\w+)")
 _FLAG = re.compile(r"--?([A-Za-z][^=]*)(?:=(.*))?$", re.DOTALL)
 # Lower-case parts of the names of KV connectors that move a prefill from one server to another.
 _MOVES_PREFILLS = ("nixl", "moriio", "mooncakeconnector")
@@ -86,10 +89,12 @@ def refuse_arguments(
     """
     refusals = _REFUSED | (_REFUSED_WITH_UPDATES if updates else {})
     refusals |= _REFUSED_WITH_ROUTES if routes else {}
+    if updates:
+        _refuse_drafts_with_weights(engine_args, flags_as_given)
     for name, value in given(engine_args, flags_as_given):
         plain = plain_name(name)
         # With "synthetic" acceptance, draft tokens are accepted regardless of the distribution.
-        if plain.startswith("spec") and "synthetic" in f"{name} {value}".lower():
+        if _is_speculative(plain) and "synthetic" in f"{name} {value}".lower():
             raise ValueError(
                 f"serve_vllm refuses {name}: synthetic acceptance accepts draft tokens that the "
                 "policy did not sample"
@@ -106,6 +111,28 @@ def refuse_arguments(
             refusal = refusals[refused]
             if value not in refusal.allowed and value not in ("", "None"):
                 raise ValueError(f"serve_vllm refuses {refused}={value}: {refusal.why}")
+
+
+def _is_speculative(plain: str) -> bool:
+    """Return whether an argument, or an abbreviation of it, configures speculative decoding."""
+    return plain == "sc" or plain.startswith(("specu", "spec_"))
+
+
+def _refuse_drafts_with_weights(engine_args: Mapping[str, Any], flags: Sequence[str]) -> None:
+    words = [
+        f"{name}={value}"
+        for name, value in given(engine_args, flags)
+        if _is_speculative(plain_name(name)) and value not in ("", "None")
+    ]
+    found = _DRAFT_METHOD.search(" ".join(words))
+    if words and (found is None or found[1] not in _DRAFT_WITHOUT_WEIGHTS):
+        method = f"the method {found[1]!r}" if found else "a draft model"
+        raise ValueError(
+            f"serve_vllm refuses speculative decoding with {method}: only the policy's weights are "
+            "published, so the weights of the drafts would stay as they are, and fewer and fewer "
+            "drafts would be accepted. Give the method 'ngram' or 'suffix', whose drafts need no "
+            "weights; to serve weights that never change, add weight_transfer=None"
+        )
 
 
 def _named(name: str, refusals: Mapping[str, _RefusedArgument]) -> list[str]:

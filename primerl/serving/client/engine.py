@@ -513,12 +513,12 @@ class VLLMEngine:
     # ---- servers ----
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return each server's status: ``url role alive serving version in_flight ranks failures error``.
+        """Return each server's status.
 
-        ``serving`` says whether requests are sent to the server, ``in_flight`` is the number of its
-        requests, ``ranks`` the number of its data-parallel ranks, ``failures`` that of the requests that it
-        failed or answered wrongly, and ``error`` says why the server can't be reached or is
-        avoided.
+        Each has ``url``, ``role``, ``alive``, ``version``; ``serving``, whether requests are sent to
+        the server; ``in_flight``, the number of its requests; ``ranks``, that of its data-parallel
+        ranks; ``failures``, that of the requests that it failed or answered wrongly; and ``error``,
+        why the server can't be reached or is avoided.
         """
         return self._connected().run(Fleet.report)
 

@@ -1,38 +1,43 @@
 """What the KV connector's scheduler and worker decide, without a server."""
 
+import importlib
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-from primerl.serving.worker import folder_connector
 from primerl.serving.worker.chunk_files import WeightsLabel
-from primerl.serving.worker.folder_connector import FolderConnector, StepCopies
 
 BLOCK, CHUNK = 2, 4
 PLACE, LATER = "12345678-1", "12345678-2"
 LABEL = "run-1"
 
 
+@pytest.fixture(scope="module")
+def connectors():
+    """The connector's module, imported only when its tests run: the import takes seconds."""
+    pytest.importorskip("vllm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of vLLM's own imports
+        return importlib.import_module("primerl.serving.worker.folder_connector")
+
+
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_connector, "get_tensor_model_parallel_rank", lambda: 0)
+def make(connectors, tmp_path, monkeypatch):
+    monkeypatch.setattr(connectors, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
-    def connector(role, *, consumer=True, producer=True, **parallel):
+    def connector(role, **parallel):
         extra = {"folder": str(tmp_path / "store"), "chunk_tokens": CHUNK}
         sizes = ("pipeline_parallel_size", "prefill_context_parallel_size")
         sizes = {**dict.fromkeys(sizes, 1), "decode_context_parallel_size": 1}
-        return FolderConnector(
+        return connectors.FolderConnector(
             SimpleNamespace(
                 kv_transfer_config=SimpleNamespace(
                     engine_id="one",
-                    is_kv_consumer=consumer,
-                    is_kv_producer=producer,
+                    is_kv_consumer=True,
+                    is_kv_producer=True,
                     get_from_extra_config=extra.get,
                     kv_connector_extra_config=extra,
                 ),
@@ -42,7 +47,7 @@ def make(tmp_path, monkeypatch):
                 ),
                 parallel_config=SimpleNamespace(**{**sizes, "tensor_parallel_size": 1, **parallel}),
             ),
-            role,
+            connectors.KVConnectorRole[role],
             SimpleNamespace(kv_cache_groups=[None]),
         )
 
@@ -51,7 +56,7 @@ def make(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pair(make):
-    worker, scheduler = make(KVConnectorRole.WORKER), make(KVConnectorRole.SCHEDULER)
+    worker, scheduler = make("WORKER"), make("SCHEDULER")
     worker.weights_are(LABEL, PLACE)
     worker._caches = {"layer": torch.arange(24.0).reshape(12, BLOCK)}
     return scheduler, worker
@@ -139,7 +144,9 @@ def test_a_damaged_chunk_fails_one_request_only(pair, tmp_path):
     assert matched(scheduler, "b", prompt) < 8
 
 
-def test_nothing_is_stored_that_follows_a_chunk_which_could_not_be_loaded(pair, tmp_path):
+def test_nothing_is_stored_that_follows_a_chunk_which_could_not_be_loaded(
+    connectors, pair, tmp_path
+):
     scheduler, worker = pair
     stored(scheduler, worker, list(range(9)))
     longer = list(range(13))
@@ -150,7 +157,7 @@ def test_nothing_is_stored_that_follows_a_chunk_which_could_not_be_loaded(pair, 
     assert len(copies.saves) == 1
     assert forward(worker, copies) == {5, 6, 7, 8}
     # The next step may have been scheduled before the failure was reported.
-    late = StepCopies(saves=copies.saves)
+    late = connectors.StepCopies(saves=copies.saves)
     assert forward(worker, late) == set()
     assert list((tmp_path / "store").rglob("*.0")) == []
 
@@ -200,7 +207,7 @@ def test_a_request_that_ends_before_it_is_scheduled_is_forgotten(pair):
 
 def test_a_server_begins_without_the_label_of_another_with_its_id(make):
     WeightsLabel("one").set(LABEL, PLACE)
-    make(KVConnectorRole.WORKER)
+    make("WORKER")
     assert WeightsLabel("one").get() == (None, "")
 
 
@@ -210,4 +217,4 @@ def test_a_server_begins_without_the_label_of_another_with_its_id(make):
 )
 def test_caches_that_are_split_are_refused(make, name):
     with pytest.raises(ValueError, match=f"{name}=2"):
-        make(KVConnectorRole.SCHEDULER, **{name: 2})
+        make("SCHEDULER", **{name: 2})

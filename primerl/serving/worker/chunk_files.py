@@ -42,11 +42,11 @@ class ChunkFiles:
         self._ranks = ranks
         self._rank = rank
 
-    def names(self, token_ids: Sequence[int], *, known: Sequence[str] = ()) -> list[str]:
-        """Return the name of each whole chunk; ``known`` are those of the first chunks."""
-        names = list(known)
-        last = bytes.fromhex(names[-1]) if names else self._seed
-        for start in range(len(names) * self.tokens, len(token_ids), self.tokens):
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the name of each whole chunk."""
+        names: list[str] = []
+        last = self._seed
+        for start in range(0, len(token_ids), self.tokens):
             chunk = token_ids[start : start + self.tokens]
             if len(chunk) < self.tokens:
                 break

@@ -32,6 +32,9 @@ from primerl.serving.worker.chunk_files import (
     write_blocks,
 )
 
+# The scheduler learns of a failed load after it has scheduled up to one more step. In these steps,
+# requests may compute from blocks that were not loaded, so nothing is stored.
+_DAMAGED_STEPS = 2
 log = logging.getLogger(__name__)
 
 
@@ -108,6 +111,7 @@ class FolderConnector(KVConnectorBase_V1):
         self._prompts: dict[str, _SharedPrompt] = {}
         self._caches: dict[str, Tensor] = {}
         self._damaged: set[int] = set()
+        self._damaged_steps = 0
 
     # ---- in the scheduler ----
 
@@ -231,6 +235,7 @@ class FolderConnector(KVConnectorBase_V1):
                 log.warning("keys and values could not be loaded: %s", summary(error))
                 self._files.remove(copy.place, copy.name)  # the request is sent again
                 self._damaged |= set(copy.blocks[copy.skipped :])
+                self._damaged_steps = _DAMAGED_STEPS
 
     def _load(self, copy: ChunkCopy) -> None:
         stored = self._files.load(copy.place, copy.name)
@@ -252,6 +257,9 @@ class FolderConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Save the chunks that a step completed."""
+        if self._damaged_steps:
+            self._damaged_steps -= 1
+            return
         for copy in self._step().saves:
             layers = {name: copy_blocks(cache, copy.blocks) for name, cache in self._caches.items()}
             try:

@@ -35,6 +35,7 @@ from primerl.serving.worker.chunk_files import (
 # The scheduler learns of a failed load after it has scheduled up to one more step. In these steps,
 # requests may compute from blocks that were not loaded, so nothing is stored.
 _DAMAGED_STEPS = 2
+
 log = logging.getLogger(__name__)
 
 

@@ -515,10 +515,10 @@ class VLLMEngine:
     def servers(self) -> list[dict[str, Any]]:
         """Return each server's status.
 
-        Each has ``url``, ``role``, ``alive``, ``version``; ``serving``, whether requests are sent to
-        the server; ``in_flight``, the number of its requests; ``ranks``, that of its data-parallel
-        ranks; ``failures``, that of the requests that it failed or answered wrongly; and ``error``,
-        why the server can't be reached or is avoided.
+        Each has ``url``, ``role``, ``alive`` and ``version``; ``serving``, whether requests are
+        sent to the server; ``in_flight``, the number of its requests; ``ranks``, that of its
+        data-parallel ranks; ``failures``, that of the requests that it failed or answered wrongly;
+        and ``error``, why the server can't be reached or is avoided.
         """
         return self._connected().run(Fleet.report)
 

@@ -260,6 +260,7 @@ class VLLMServer:
     def _start(self) -> None:
         if self._first_node is None:
             self._port = free_port(self._host, self._port)
+        assert self._port is not None, "a further node was given the first one's"
         if self._folder is None:
             short = len(tempfile.gettempdir()) <= LONGEST_FOLDER
             self._folder = launch.make_folder("primerl-", within=None if short else "/tmp")

@@ -135,7 +135,7 @@ def draw_events(seed, *, seconds, places, well, mean_s):
     """Return random events; at any time, at least ``well`` servers are without a fault."""
     draw = random.Random(seed)
     kinds = ["killed", "killed", "killed", "left", *FAULTS]
-    busy = {place: 0.0 for place in range(places)}
+    busy = dict.fromkeys(range(places), 0.0)
     events, at_s = [], 0.0
     while at_s < seconds:
         at_s += draw.expovariate(places / (4 * mean_s))

@@ -212,6 +212,8 @@ class ScriptedVLLM:
             return 200, {"prompt": self.decode(body["tokens"])}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
+        if path == "/is_paused":
+            return 200, {"is_paused": not self._gate.is_set()}
         if path == "/v1/models":
             cards = [{"id": "scripted", "max_model_len": self.context}]
             cards += [{"id": name, "max_model_len": None} for name in self.adapters]

@@ -104,7 +104,7 @@ def test_a_breaker_admits_requests_one_by_one_and_opens_for_longer(clock):
 
 
 def test_a_server_that_answers_wrongly_is_avoided_and_named(servers, make, caplog):
-    first, second = servers
+    first, _ = servers
     first.faults[GENERATE] = [GARBAGE] * MANY
     engine = make(*servers)
     with caplog.at_level(logging.WARNING):
@@ -172,7 +172,7 @@ def test_requests_leave_a_server_that_answers_polls_but_samples_nothing(
 ):
     limits("servers", IDLE_S=0.2, STALLED_S=0.4)
     limits("stalls", LOOK_S=0.1)
-    first, second = servers
+    first, _ = servers
     for one in servers:
         one.gauges = lambda one=one: [f'vllm:generation_tokens_total{{engine="0"}} {one.peak}']
     first.hold = lambda tokens: True

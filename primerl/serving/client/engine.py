@@ -77,7 +77,8 @@ class VLLMEngine:
         request_timeout_s: the timeout of a request, retries included.
         down_timeout_s: how long requests wait while no server can be used. Before the first
             publication they wait up to ``request_timeout_s``.
-        retries: how often a request is sent again after a server failed to complete it.
+        retries: how often a request is sent again after a server failed it or answered it wrongly.
+            A request whose server was lost is sent again up to eight times.
         routes: the store for the expert routes that servers return (``serve_vllm(...,
             enable_return_routed_experts=True)``), such as a ``replay.Store``; it is pickled with
             the engine. With a store, each completion has ``routes`` of all tokens from
@@ -237,8 +238,8 @@ class VLLMEngine:
 
         Raises:
             BadCompletion: a server's response breaks the contract of engines, lacks expert routes,
-                or has routes that the store refuses, and so do those of all other servers that the
-                request was sent to then. ``servers()`` counts these failures.
+                or has routes that the store refuses, and so do those of the other servers, of which
+                at most ``retries`` are asked.
             ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context,
                 ``routes_start`` exceeds the prompt, or vLLM refuses the request.
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @attrs.define(eq=False)
-class _Attempt:
+class _InFlight:
     """A request in flight on a server."""
 
     scope: asyncio.Timeout
@@ -77,7 +77,7 @@ class Fleet:
         self._prefill = prefill
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
-        self._attempts: dict[ServerState, dict[_Attempt, None]] = {}  # in the order of sending
+        self._sent: dict[ServerState, dict[_InFlight, None]] = {}  # in the order of sending
         self._calls: dict[ServerState, set[asyncio.Timeout]] = {}
         self._watchers: dict[ServerState, asyncio.Task[None]] = {}
         self.http = Http(settings.api_key)
@@ -272,17 +272,17 @@ class Fleet:
 
     def _withdraw(self, server: ServerState) -> None:
         """Cancel the requests in flight on a server, so that they are sent to another one."""
-        for attempt in self._attempts.get(server, ()):
-            attempt.scope.reschedule(0)
+        for request in self._sent.get(server, ()):
+            request.scope.reschedule(0)
 
     def _end_late(self) -> None:
         """End the requests whose time is up."""
         latest = running_time() - self.settings.request_timeout_s
-        for attempts in self._attempts.values():
-            for attempt in attempts:
-                if attempt.since < latest:
-                    attempt.late = True
-                    attempt.scope.reschedule(0)
+        for sent in self._sent.values():
+            for request in sent:
+                if request.since < latest:
+                    request.late = True
+                    request.scope.reschedule(0)
 
     def tell(self) -> None:
         """Publish the servers' state to other threads, and wake waiting requests."""
@@ -394,8 +394,8 @@ class Fleet:
         Raises:
             RuntimeError: the time of the request is up.
         """
-        attempts = self._attempts.setdefault(server, {})
-        attempt = _Attempt(asyncio.timeout(None), running_time())
+        sent = self._sent.setdefault(server, {})
+        request = _InFlight(asyncio.timeout(None), running_time())
         state = server.rank_state(rank) or RankState()
         if not server.in_flight:
             server.worked_at = running_time()
@@ -405,22 +405,22 @@ class Fleet:
         # vLLM shares a prefix from the moment on that its prefill begins, not when it has ended.
         state.held.add(hashes)
         try:
-            async with attempt.scope:
-                attempts[attempt] = None
+            async with request.scope:
+                sent[request] = None
                 yield
             now = running_time()
-            later = itertools.dropwhile(lambda one: one is not attempt, attempts)
+            later = itertools.dropwhile(lambda one: one is not request, sent)
             for one in later:
                 one.since = now
         except TimeoutError:
-            if attempt.late:
+            if request.late:
                 raise RuntimeError(
                     f"a request took longer than {self.settings.request_timeout_s:g} s: "
                     f"{self.servers.describe()}"
                 ) from None
             raise
         finally:
-            attempts.pop(attempt, None)
+            sent.pop(request, None)
             server.in_flight -= 1
             state.requests -= 1
             state.tokens -= tokens

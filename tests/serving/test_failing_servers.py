@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 import pytest
+from chaos import ChaosServer
 from scripted_vllm import DROP, GARBAGE, HANG, ScriptedVLLM
 from waiting import until
 
@@ -245,3 +246,30 @@ def test_a_silent_server_is_left_out_of_an_update(servers, make, limits):
         first.faults[path] = [HANG] * MANY
     receipts = engine.load_weights({}, version=1, timeout_s=50.0)
     assert list(receipts) == [second.url]
+
+
+# ---- overload ----
+
+
+def test_requests_that_queue_on_a_busy_server_do_not_time_out(make):
+    """Twenty requests of 0.16 s, one after the other, with 1.5 s for each."""
+    with ChaosServer(slots=1, token_s=0.02, answers={}) as server:
+        engine = make(server, request_timeout_s=1.5)
+        assert len(generate(engine, 20, max_tokens=8)) == 20
+        assert server.sampled == 160, "each is sampled once"
+
+
+def test_a_request_that_is_never_answered_has_a_deadline_while_others_are(make):
+    with ScriptedVLLM() as server:
+        engine = make(server, request_timeout_s=0.5)
+        server.faults[GENERATE] = [HANG]
+
+        async def scenario():
+            params = SamplingParams(max_tokens=1)
+            first = asyncio.ensure_future(engine.generate([3], params))
+            while not first.done():
+                await engine.generate([3], params)
+            return await first
+
+        with pytest.raises(RuntimeError, match="a request took longer than 0.5 s"):
+            asyncio.run(asyncio.wait_for(scenario(), 60))

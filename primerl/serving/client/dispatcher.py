@@ -187,10 +187,8 @@ class Dispatcher:
         retries = self._fleet.settings.retries
         servers = self._fleet.servers
         while True:
-            server, rank = await self._fleet.wait(
-                lambda: servers.choose(request, hashes=hashes, avoid=avoid),
-                "no server could be used",
-                patient=lambda: servers.unpublished,
+            server, rank = await self._place(
+                lambda: servers.choose(request, hashes=hashes, avoid=avoid)
             )
             try:
                 answer = await ask(server, rank)
@@ -223,6 +221,22 @@ class Dispatcher:
             else:
                 self._fleet.answered(server)
                 return answer
+
+    async def _place(
+        self, choose: Callable[[], tuple[ServerState, int | None] | None]
+    ) -> tuple[ServerState, int | None]:
+        """Wait until a server can be chosen."""
+        limit_s = self._fleet.settings.request_timeout_s
+        servers = self._fleet.servers
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._fleet.wait(
+                    choose, "no server could be used", patient=lambda: servers.unpublished
+                )
+        except TimeoutError:
+            raise RuntimeError(
+                f"no server could be used for {limit_s:g} s: {servers.describe()}"
+            ) from None
 
     async def _attempt(
         self,

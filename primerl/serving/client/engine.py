@@ -74,7 +74,9 @@ class VLLMEngine:
             continue with their old KV cache) or ``"drain"`` (they finish under the old weights,
             while new requests wait).
         run: the name of this run's weights on the servers, letters and digits; random by default.
-        request_timeout_s: the timeout of a request, retries included.
+        request_timeout_s: the timeout of each attempt at a request. It counts from when the request
+            is sent, or from when its server last answered a request that was sent before, so that
+            overload only delays requests.
         down_timeout_s: how long requests wait while no server can be used. Before the first
             publication they wait up to ``request_timeout_s``.
         retries: how often a request is sent again after a server failed it or answered it wrongly.
@@ -175,7 +177,7 @@ class VLLMEngine:
 
     @property
     def request_timeout_s(self) -> float:
-        """The timeout of a request in seconds, retries included."""
+        """The timeout of each attempt at a request, in seconds."""
         return self._settings.request_timeout_s
 
     @property
@@ -237,13 +239,13 @@ class VLLMEngine:
         this returns; threads decode and store them.
 
         Raises:
-            BadCompletion: a server's response breaks the contract of engines, lacks expert routes,
-                or has routes that the store refuses, and so do those of the other servers, of which
-                at most ``retries`` are asked.
+            BadCompletion: the response of each server that was asked breaks the contract of
+                engines, lacks expert routes, or has routes that the store refuses. After a wrong
+                response, up to ``retries`` other servers are asked.
             ValueError: the prompt is empty, prompt and ``max_tokens`` exceed the context,
                 ``routes_start`` exceeds the prompt, or vLLM refuses the request.
             RuntimeError: no server was usable for ``down_timeout_s``, the retries were used up, or
-                the request took longer than ``request_timeout_s``.
+                an attempt took longer than ``request_timeout_s``.
         """
         prompt = as_int32(prompt_ids)
         await self._learn_context()
@@ -300,15 +302,7 @@ class VLLMEngine:
         )
 
     async def _request(self, request: Coroutine[Any, Any, T]) -> T:
-        connection = self._connected()
-        try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
-                return await asyncio.wrap_future(connection.loop.submit(request))
-        except TimeoutError:
-            raise RuntimeError(
-                f"a request took longer than {self._settings.request_timeout_s:g} s: "
-                f"{connection.fleet.servers.describe()}"
-            ) from None
+        return await asyncio.wrap_future(self._connected().loop.submit(request))
 
     async def _learn_context(self) -> None:
         # `context_length` blocks: if it were read in a thread, a cancellation would leave that

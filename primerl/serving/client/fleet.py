@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
+import attrs
 import numpy as np
 
 from primerl.rollout.errors import summary
@@ -31,6 +33,16 @@ SILENT_S = 30.0  # timeout of a poll, after which a server counts as lost
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+@attrs.define(eq=False)
+class _InFlight:
+    """A request in flight on a server."""
+
+    scope: asyncio.Timeout
+    since: float
+    """When it was sent, or when the server last answered a request that was sent before it."""
+    late: bool = False
 
 
 class Fleet:
@@ -65,7 +77,7 @@ class Fleet:
         self._prefill = prefill
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
-        self._scopes: dict[ServerState, set[asyncio.Timeout]] = {}
+        self._sent: dict[ServerState, dict[_InFlight, None]] = {}  # in the order of sending
         self._calls: dict[ServerState, set[asyncio.Timeout]] = {}
         self._watchers: dict[ServerState, asyncio.Task[None]] = {}
         self.http = Http(settings.api_key)
@@ -75,6 +87,7 @@ class Fleet:
         try:
             while True:
                 self._follow()
+                self._end_late()
                 await asyncio.sleep(POLL_S)
         finally:
             for task in self._watchers.values():
@@ -259,8 +272,17 @@ class Fleet:
 
     def _withdraw(self, server: ServerState) -> None:
         """Cancel the requests in flight on a server, so that they are sent to another one."""
-        for scope in self._scopes.get(server, ()):
-            scope.reschedule(0)
+        for request in self._sent.get(server, ()):
+            request.scope.reschedule(0)
+
+    def _end_late(self) -> None:
+        """End the requests whose time is up."""
+        latest = running_time() - self.settings.request_timeout_s
+        for sent in self._sent.values():
+            for request in sent:
+                if request.since < latest:
+                    request.late = True
+                    request.scope.reschedule(0)
 
     def tell(self) -> None:
         """Publish the servers' state to other threads, and wake waiting requests."""
@@ -360,15 +382,20 @@ class Fleet:
     ) -> AsyncIterator[None]:
         """Count a request in flight on a server, and on one of its data-parallel ranks.
 
-        A lost server raises TimeoutError in the body.
+        A lost server raises TimeoutError in the body. Time spent behind earlier requests does not
+        count as the request's: an overloaded server answers it later.
 
         Args:
             server: the server.
             rank: the rank; None if the server has only one or chooses it.
             tokens: the length of the prompt.
             hashes: the hashes of the prompt's blocks, which the rank will have cached.
+
+        Raises:
+            RuntimeError: the time of the request is up.
         """
-        scopes = self._scopes.setdefault(server, set())
+        sent = self._sent.setdefault(server, {})
+        request = _InFlight(asyncio.timeout(None), running_time())
         state = server.rank_state(rank) or RankState()
         if not server.in_flight:
             server.worked_at = running_time()
@@ -378,11 +405,22 @@ class Fleet:
         # vLLM shares a prefix from the moment on that its prefill begins, not when it has ended.
         state.held.add(hashes)
         try:
-            async with asyncio.timeout(None) as scope:
-                scopes.add(scope)
+            async with request.scope:
+                sent[request] = None
                 yield
+            now = running_time()
+            later = itertools.dropwhile(lambda one: one is not request, sent)
+            for one in later:
+                one.since = now
+        except TimeoutError:
+            if request.late:
+                raise RuntimeError(
+                    f"a request took longer than {self.settings.request_timeout_s:g} s: "
+                    f"{self.servers.describe()}"
+                ) from None
+            raise
         finally:
+            sent.pop(request, None)
             server.in_flight -= 1
             state.requests -= 1
             state.tokens -= tokens
-            scopes.discard(scope)

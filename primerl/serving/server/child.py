@@ -262,7 +262,7 @@ class VLLMServer:
             self.log_path = None if holds_log else self.log_path
 
     def _start(self) -> None:
-        if self._first_node is None:
+        if self._first_node is None or self._port is None:
             self._port = free_port(self._host, self._port)
         if self._folder is None:
             short = len(tempfile.gettempdir()) <= LONGEST_FOLDER

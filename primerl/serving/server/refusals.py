@@ -118,12 +118,33 @@ def _is_speculative(plain: str) -> bool:
     return plain == "sc" or plain.startswith(("specu", "spec_"))
 
 
-def _refuse_drafts_with_weights(engine_args: Mapping[str, Any], flags: Sequence[str]) -> None:
-    words = [
+def refuse_drafts_on_cpu(engine_args: Mapping[str, Any], flags: Sequence[str]) -> None:
+    """Refuse speculative decoding in vLLM's build for CPUs, which samples wrong tokens.
+
+    Its replacement of a Triton kernel converts temperatures to integers and discards the result, so
+    that drafts are verified at arbitrary temperatures (vLLM 0.32).
+
+    Raises:
+        ValueError: the arguments configure speculative decoding.
+    """
+    if _speculative_words(engine_args, flags):
+        raise ValueError(
+            "serve_vllm refuses speculative decoding on a CPU: vLLM's build for CPUs (0.32) loses "
+            "the temperature when it verifies drafts, so that tokens and logprobs are wrong. Leave "
+            "it out, or serve on a GPU"
+        )
+
+
+def _speculative_words(engine_args: Mapping[str, Any], flags: Sequence[str]) -> list[str]:
+    return [
         f"{name}={value}"
         for name, value in given(engine_args, flags)
         if _is_speculative(plain_name(name)) and value not in ("", "None")
     ]
+
+
+def _refuse_drafts_with_weights(engine_args: Mapping[str, Any], flags: Sequence[str]) -> None:
+    words = _speculative_words(engine_args, flags)
     found = _DRAFT_METHOD.search(" ".join(words))
     if words and (found is None or found[1] not in _DRAFT_WITHOUT_WEIGHTS):
         method = f"the method {found[1]!r}" if found else "a draft model"

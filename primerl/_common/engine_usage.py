@@ -27,31 +27,28 @@ READ = (*COUNTERS.values(), *GAUGES.values())
 
 @attrs.frozen(kw_only=True)
 class EngineUsage:
-    """The usage of one data-parallel rank in an interval, or of several ranks together.
-
-    Args:
-        seconds: the length of the interval.
-        prompt_tokens: tokens of prompts that were processed, cached or not.
-        queried_tokens: tokens of prompts that were looked up in the prefix cache.
-        cached_tokens: those among them that the rank's own cache had.
-        external_tokens: those that a store outside the server had.
-        generated_tokens: sampled tokens.
-        preemptions: requests that gave up their cache for others.
-        running_s: requests that ran, times seconds.
-        waiting_s: requests that waited in queues, times seconds.
-        kv_use_s: the share of the KV cache in use, of the rank where it is largest, times seconds.
-    """
+    """The usage of one data-parallel rank in an interval, or of several ranks together."""
 
     seconds: float = 0.0
+    """The length of the interval."""
     prompt_tokens: float = 0.0
+    """Tokens of prompts that were processed, cached or not."""
     queried_tokens: float = 0.0
+    """Tokens of prompts that were looked up in the prefix cache."""
     cached_tokens: float = 0.0
+    """Looked-up tokens that the rank's own cache had."""
     external_tokens: float = 0.0
+    """Looked-up tokens that a store outside the server had."""
     generated_tokens: float = 0.0
+    """Sampled tokens."""
     preemptions: float = 0.0
+    """Requests that gave up their cache for others."""
     running_s: float = 0.0
+    """Requests that ran, times seconds."""
     waiting_s: float = 0.0
+    """Requests that waited in queues, times seconds."""
     kv_use_s: float = 0.0
+    """The share of the KV cache in use, of the rank where it is largest, times seconds."""
 
     def then(self, later: "EngineUsage") -> "EngineUsage":
         """Return the usage of this interval and a later one."""

@@ -436,7 +436,7 @@ def test_the_order_of_an_update(server, make, on_update, pause):
     ticket = server.calls[0][1]["kwargs"]["ticket"]
     assert len(ticket) == 16
     prepare = {"update": update, "ticket": ticket}
-    last = prepare | {"timeout_s": 60.0}
+    last = prepare | {"timeout_s": 600.0}
     labelled = {"label": "abc-2", "place": server.calls[-3][1]["kwargs"]["place"]}
     assert server.calls == [
         ("/collective_rpc", {"method": "prepare_weights", "kwargs": prepare}),
@@ -473,7 +473,7 @@ def test_an_update_is_polled_until_all_workers_have_prepared_it(server, make):
     asked = [body for _, body in server.calls if body.get("method") == "prepare_weights"]
     assert len(asked) == 5
     assert all(one == asked[0] for one in asked[:4])
-    assert asked[4]["kwargs"] == asked[0]["kwargs"] | {"timeout_s": 60.0}
+    assert asked[4]["kwargs"] == asked[0]["kwargs"] | {"timeout_s": 600.0}
     engine.load_weights({}, version=1)
     again = [body for _, body in server.calls if body.get("method") == "prepare_weights"][-1]
     assert again["kwargs"]["ticket"] != asked[0]["kwargs"]["ticket"]

@@ -19,37 +19,32 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class RoutedRequest:
-    """A request, as a routing policy sees it.
-
-    Args:
-        tokens: the length of the prompt.
-        session: the id of the conversation, or None.
-    """
+    """A request, as a routing policy sees it."""
 
     tokens: int
+    """The length of the prompt."""
     session: str | None = None
+    """The id of the conversation, or None."""
 
 
 @attrs.frozen(kw_only=True)
 class RoutedPlace:
-    """A server that may be used, or one of its data-parallel ranks.
-
-    Args:
-        url: the server's url.
-        rank: the rank; None if the server has only one.
-        requests: the requests in flight at this place, of this copy of the engine.
-        server_requests: those in flight at all ranks of the server.
-        tokens: the length of the prompts in flight at this place, in all.
-        held: how many of the first tokens of the request's prompt the place has probably cached;
-            0 for ``least_loaded`` and ``of_session``, which do not need it.
-    """
+    """A server that may be used, or one of its data-parallel ranks."""
 
     url: str
+    """The server's url."""
     rank: int | None = None
+    """The rank; None if the server has only one."""
     requests: int
+    """The requests in flight at this place, of this copy of the engine."""
     server_requests: int
+    """The requests in flight at all ranks of the server."""
     tokens: int = 0
+    """The length of the prompts in flight at this place, in all."""
     held: int = 0
+    """How many of the first tokens of the request's prompt the place has probably cached; 0 for
+    ``least_loaded`` and ``of_session``, which do not need it.
+    """
 
 
 RoutingPolicy = Callable[[RoutedRequest, Sequence[RoutedPlace]], tuple[str, int | None]]

@@ -21,7 +21,7 @@ from primerl.serving.client.http import (
     ServerFailed,
     Unreachable,
 )
-from primerl.serving.client.prefill import Prefill, PrefillServers
+from primerl.serving.client.prefill import BadPrefill, Prefill, PrefillServers
 from primerl.serving.client.routing import WITHOUT_PREFIXES, RoutedRequest
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt, SessionPrompts
@@ -192,6 +192,10 @@ class Dispatcher:
             )
             try:
                 answer = await ask(server, rank)
+            except BadPrefill as error:
+                failures.append(str(error))
+                if len(failures) - losses > retries:
+                    raise
             except BadCompletion as error:
                 where = "" if server.url in str(error) else f"{server.url}: "
                 bad = BadCompletion(f"{where}{error}")
@@ -262,7 +266,7 @@ class Dispatcher:
                     rank=rank,
                 )
         except Unreachable as error:
-            # Of all requests that a dying server loses, the first counts as its failure.
+            # A dying server loses many requests, which count as one failure.
             fault = error.sent and server.alive
             self._fleet.lost(server, str(error))
             raise _SendAgain(str(error), free=not error.sent, lost=True, fault=fault) from error
@@ -303,6 +307,8 @@ class Dispatcher:
         hashes: Sequence[int],
     ) -> Prefill | None:
         """Have a prompt computed for ``server``, on which the request counts as in flight."""
+        if not self._fleet.prefills:
+            return None
         try:
             async with self._fleet.holding(server, rank, tokens=request.tokens, hashes=hashes):
                 return await self._prefill_servers.prefill(server, prompt, request, params, hashes)
@@ -325,7 +331,7 @@ class Dispatcher:
         """Send a request to a prefill server; return None if it failed."""
         for _ in range(2):
             try:
-                response = await self._attempt(
+                return await self._attempt(
                     server, prompt, body, max_bytes, expected, rank=rank, hashes=hashes
                 )
             except _SendAgain as retry:
@@ -334,9 +340,6 @@ class Dispatcher:
                     self._fleet.request_failed(server, str(retry))
                 if retry.avoid:
                     break
-            else:
-                self._fleet.answered(server)
-                return response
         return None
 
     def _adapter_of(self, server: ServerState) -> str | None:
@@ -429,6 +432,4 @@ class Dispatcher:
             # The prompt may have reused a cached prefix that older weights computed.
             raise _SendAgain(f"{server.url} was updated before it began a request")
         if prefill is not None and versions[0] != prefill.version:
-            raise _SendAgain(
-                f"{server.url} was updated before it loaded a prompt", free=True, avoid=False
-            )
+            raise _SendAgain(f"{server.url} was updated before it loaded a prompt", avoid=False)

@@ -75,6 +75,8 @@ class Fleet:
         """Called when a server is reachable but has no weights of this run."""
         self._members = members
         self._prefill = prefill
+        self.prefills = prefill is not None
+        """Whether the fleet may have prefill servers."""
         self._changed = asyncio.Event()
         self._confirming = asyncio.Lock()
         self._sent: dict[ServerState, dict[_InFlight, None]] = {}  # in the order of sending

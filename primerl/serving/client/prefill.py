@@ -37,6 +37,10 @@ class Prefill:
     """The expert routes of the prompt's tokens from ``routes_start`` to the last but one."""
 
 
+class BadPrefill(BadCompletion):
+    """A prefill server's response breaks the contract of engines, or lacks expert routes."""
+
+
 class _Updated(Exception):
     """Signal that a prefill server computed a prompt with other weights than expected."""
 
@@ -80,7 +84,7 @@ class PrefillServers:
         otherwise after ``SKEW_S``.
 
         Raises:
-            BadCompletion: the response breaks the contract of engines, or lacks expert routes.
+            BadPrefill: the prefill server's response is wrong.
             RuntimeError: the two servers can't share keys and values.
         """
         new = request.tokens - (prompt.held_tokens if prompt.held_by == server.url else 0)
@@ -101,6 +105,10 @@ class PrefillServers:
                         return await self._computed(*chosen, sent, params, hashes, label)
                     except _Updated:
                         log.info("%s was updated while it computed a prompt", chosen[0].url)
+                    except BadCompletion as error:
+                        where = "" if chosen[0].url in str(error) else f"{chosen[0].url}: "
+                        self._fleet.request_failed(chosen[0], f"{where}{error}")
+                        raise BadPrefill(f"{where}{error}") from error
             # Without the other server's expert routes, the rollout could not be replayed.
             if self._recorder is None or running_time() > deadline:
                 log.info("%s and the prefill servers have different weights", server.url)
@@ -148,4 +156,5 @@ class PrefillServers:
                 )
             # The server that samples computes the last token itself, and has its routes.
             rows = rows[:-1] if rows is not None and count else None
+        self._fleet.answered(source)
         return Prefill(version=versions[0] or 0, transfer=response.kv_transfer_params, rows=rows)

@@ -114,7 +114,7 @@ def refuse_arguments(
 
 
 def _is_speculative(plain: str) -> bool:
-    """Return whether an argument, or an abbreviation of it, configures speculative decoding."""
+    """Return whether an argument configures speculative decoding; its name may be abbreviated."""
     return plain == "sc" or plain.startswith(("specu", "spec_"))
 
 

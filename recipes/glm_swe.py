@@ -368,19 +368,10 @@ def server_arguments(args: Args) -> dict[str, Any]:
 
 
 def start_server(
-    args: Args,
-    model: str,
-    role: Literal["prefill", "decode", "both"],
-    shared: str,
-    api_key: str,
+    args: Args, model: str, *, api_key: str, first_gpu: int, **connector: Any
 ) -> serving.VLLMServer:
-    """Return a vLLM server; those of two roles share keys and values in a folder."""
-    connector = {}
-    if role != "both":
-        connector["kv_transfer_config"] = serving.kv_folder(shared, role=role)
-    # The trainer uses the GPUs with lower numbers.
-    first = args.gpus_per_node + (args.server_gpus[0] if role == "prefill" else 0)
-    devices = range(first, first + args.server_gpus[0])
+    """Return a vLLM server on as many GPUs as ``--server-gpus`` says, from ``first_gpu`` on."""
+    devices = range(first_gpu, first_gpu + args.server_gpus[0])
     return serving.serve_vllm(
         args.server_model or model,
         api_key=api_key,
@@ -412,18 +403,21 @@ def open_engine(args: Args, model: str) -> Iterator[Any]:
                     "the server multiplies in FP8: pass --server-model, the FP8 checkpoint of the "
                     "model (models.save_pretrained(..., quantize=fp8.CheckpointQuantizer(model)))"
                 )
-            shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="keys-and-values-"))
-            api_key = secrets.token_urlsafe(32)
-            decode, *prefill = (
-                stack.enter_context(start_server(args, model, role, shared, api_key))
-                for role in (["decode", "prefill"] if args.prefill else ["both"])
-            )
+            key = secrets.token_urlsafe(32)
+            start = functools.partial(start_server, args, model, api_key=key)
+            first = args.gpus_per_node  # the trainer uses the GPUs with lower numbers
+            if args.prefill:
+                keys = stack.enter_context(tempfile.TemporaryDirectory(prefix="keys-and-values-"))
+                decoding = serving.kv_folder(keys, role="decode")
+                computing = serving.kv_folder(keys, role="prefill")
+                second = first + args.server_gpus[0]
+                server = stack.enter_context(start(first_gpu=first, kv_transfer_config=decoding))
+                prefill = stack.enter_context(start(first_gpu=second, kv_transfer_config=computing))
+            else:
+                server, prefill = stack.enter_context(start(first_gpu=first)), None
             yield stack.enter_context(
                 serving.VLLMEngine(
-                    decode,
-                    prefill=prefill or None,
-                    prefill_from=args.prefill_from,
-                    routes=routes,
+                    server, prefill=prefill, prefill_from=args.prefill_from, routes=routes
                 )
             )
         else:

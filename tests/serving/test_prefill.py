@@ -332,13 +332,19 @@ def test_a_server_that_dies_before_it_says_how_it_shares(decode, prefill, make):
     assert generate(engine).token_ids.tolist() == [21, 22]
 
 
-def test_a_server_that_dies_while_its_prompt_is_computed_elsewhere(decode, prefill, make):
+@contextlib.contextmanager
+def with_another(engine):
+    """A second server that samples."""
     with ScriptedVLLM() as other:
         other.served_routes = DECODE
-        engine = make()
         engine.join(other.url)
         until(lambda: len([row for row in engine.servers() if row["alive"]]) == 3)
         engine.adopt(0)
+        yield engine, other
+
+
+def test_a_server_that_dies_while_its_prompt_is_computed_elsewhere(decode, prefill, make):
+    with with_another(make()) as (engine, other):
         prefill.hold = lambda tokens: True
         with ThreadPoolExecutor(1) as pool:
             request = pool.submit(generate, engine, session="a")
@@ -355,12 +361,7 @@ def test_a_server_that_dies_while_its_prompt_is_computed_elsewhere(decode, prefi
 
 
 def test_requests_whose_prompts_are_being_computed_count_for_their_server(decode, prefill, make):
-    with ScriptedVLLM() as other:
-        other.served_routes = DECODE
-        engine = make()
-        engine.join(other.url)
-        until(lambda: len([row for row in engine.servers() if row["alive"]]) == 3)
-        engine.adopt(0)
+    with with_another(make()) as (engine, other):
         prefill.hold = lambda tokens: True
         with ThreadPoolExecutor(6) as pool:
             requests = [pool.submit(generate, engine) for _ in range(6)]

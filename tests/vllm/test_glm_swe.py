@@ -15,14 +15,12 @@ from bugfix import rehearsal
 TIMEOUT_S = 600.0
 
 
-@pytest.mark.slow
-def test_the_flagship_recipe_with_separate_servers_for_prefill_and_decode(root, tmp_path):
-    needed()
-    command = [sys.executable, root / "recipes" / "glm_swe.py", "--scale", "fleet", "--steps", "2"]
+def run(command, folder):
+    """Run the recipe in a folder, and return the lines of its steps."""
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(
         [*map(str, command), "--run-dir", "run"],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, **threads},
         capture_output=True,
         encoding="utf-8",
@@ -30,12 +28,19 @@ def test_the_flagship_recipe_with_separate_servers_for_prefill_and_decode(root, 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "step_s" in line]
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "step_s" in line]
+
+
+@pytest.mark.slow
+def test_the_flagship_recipe_with_separate_servers_for_prefill_and_decode(root, tmp_path):
+    needed()
+    command = [sys.executable, root / "recipes" / "glm_swe.py", "--scale", "fleet", "--steps", "2"]
+    steps = run(command, tmp_path)
     assert [line["step"] for line in steps] == [0, 1]
     assert 0 <= steps[0]["mismatch_kl"] < 1e-8
     assert all(line["canary_difference"] < 1e-3 for line in steps)
-    assert sum(line.get("engine_external_hits", 0) for line in lines) > 0
+    assert sum(line.get("engine_external_hits", 0) for line in steps) > 0
 
 
 def test_the_flagship_recipe_trains_on_what_vllm_samples(root, tmp_path):
@@ -56,21 +61,8 @@ def test_the_flagship_recipe_trains_on_what_vllm_samples(root, tmp_path):
     command += ["--engine", "vllm", "--fp8-block", "0", "--no-replay", "--dtype", "float32"]
     command += ["--max-num-seqs", "16"]
     command += ["--vllm", "enforce_eager", "True", "max_num_batched_tokens", "512"]
-    command += ["--run-dir", folder]
-    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=tmp_path,
-        env={**os.environ, **threads},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    steps = run(command, tmp_path)
 
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "step_s" in line]
     assert [line["step"] for line in steps] == [0, 1, 2]
     for line in steps:
         assert line["tokens"] > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -377,6 +378,31 @@ def test_a_prefill_server_that_answers_wrongly_is_avoided(decode, prefill, make)
     prefill.edit = lambda page: page.replace(b"generate-tokens", b"generate-tokens-x")[:-9]
     assert generate(engine).token_ids.tolist() == [21, 22]
     assert [row["failures"] for row in engine.servers()] == [0, 3]
+
+
+def test_a_prefill_server_that_aborts_is_done_without(decode, prefill, make):
+    store = routed(decode, prefill)
+    engine = make(routes=store)
+    prefill.abort_next = 1
+    generate(engine, temperature=1.0)
+    assert len(prefill.bodies) == 1
+    assert [how["start"] for _, how in store.puts] == [len(PROMPT) - 1]
+
+
+def test_a_prefill_server_that_samples_more_than_it_was_asked(decode, prefill, make):
+    def longer(page):
+        answer = json.loads(page)
+        (choice,) = answer["choices"]
+        choice["token_ids"] *= 2
+        choice["logprobs"]["content"] *= 2
+        choice["weight_versions"][0]["end"] = 2
+        answer["usage"]["completion_tokens"] = 2
+        return json.dumps(answer).encode()
+
+    prefill.edit = longer
+    engine = make(retries=0)
+    with pytest.raises(BadCompletion, match=f"{prefill.url}: it sampled 2 tokens"):
+        generate(engine)
 
 
 def test_without_retries_a_wrong_answer_to_a_prompt_is_an_error(prefill, make):

@@ -218,3 +218,23 @@ def test_a_server_begins_without_the_label_of_another_with_its_id(make):
 def test_caches_that_are_split_are_refused(make, name):
     with pytest.raises(ValueError, match=f"{name}=2"):
         make("SCHEDULER", **{name: 2})
+
+
+def test_blocks_that_the_server_has_are_not_written_again(pair):
+    """Others may read them; the load begins within a chunk."""
+    scheduler, worker = pair
+    prompt = list(range(9))
+    stored(scheduler, worker, prompt)
+    asked = request("again", prompt)
+    count, _ = scheduler.get_num_new_matched_tokens(asked, BLOCK)
+    assert count == 6
+    scheduler.update_state_after_alloc(asked, None, count)
+    copies = scheduled(
+        scheduler, {"again": [11, 10, 9, 8, 7]}, computed={"again": 8}, tokens={"again": 1}
+    )
+    cache = worker._caches["layer"]
+    before = cache.clone()
+    assert forward(worker, copies) == set()
+    assert torch.equal(cache[11], before[11]), "it was there"
+    assert torch.equal(cache[[10, 9, 8]], before[[1, 2, 3]])
+    assert torch.equal(cache[7], before[7]), "computed, not loaded"

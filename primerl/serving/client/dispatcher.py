@@ -142,7 +142,7 @@ class Dispatcher:
                 return completion
             before = None
             if prefill is not None and prefill.rows is not None:
-                # A server that loads nothing sends all routes itself.
+                # Those that the server which samples does not send itself.
                 before = prefill.rows[: expected.params.routes_start - params.routes_start]
             return await recorder.record(expected, choice, completion, before=before)
 

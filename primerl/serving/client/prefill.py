@@ -34,7 +34,7 @@ class Prefill:
     transfer: dict[str, Any] | None
     """What the other server needs to load keys and values; None if it finds them by itself."""
     rows: np.ndarray | None
-    """The expert routes of the prompt's tokens from ``routes_start`` to the last but one."""
+    """The expert routes of the prompt's tokens from ``routes_start`` on."""
 
 
 class BadPrefill(BadCompletion):
@@ -139,12 +139,14 @@ class PrefillServers:
         if response is None:
             return None
         choice = response.choices[0]
+        if choice.finish_reason != "length":
+            return None
+        if len(choice.token_ids) != 1:
+            raise BadCompletion(f"it sampled {len(choice.token_ids)} tokens after a prompt, not 1")
         versions = responses.token_versions(choice, self._fleet.number, adapter=adapter)
         if versions != [self._fleet.number(label)]:
             await self._fleet.poll(source)
             raise _Updated
-        if choice.finish_reason != "length":
-            return None
         rows = None
         if expected is not None:
             rows = await expected.rows(choice)

@@ -1,20 +1,29 @@
 """Seconds of the phases of a real run of two ranks, beside those predicted from rates.
 
-    PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/planned_times.py
+    TMPDIR=/dev/shm PYTHONPATH=tests/helpers OMP_NUM_THREADS=1 \
+        torchrun --nproc-per-node 2 bench/planned_times.py
 
-The rates are measured apart, on pieces: FLOP/s of both passes of one layer and of the head, with
-fewer tokens than the run has and without FSDP; bytes/s of gloo's collectives on one buffer, of the
-optimizer on one matrix, and of a checkpoint and a publication of a smaller model. Both ranks
-measure at the same time, since they share memory and cores in the run, too. Sizes of the run are
-those of ``primerl.planning`` and ``primerl.flops``. Medians.
+Checkpoints and publications go to TMPDIR. In memory, as here, the speed of a disk plays no part.
+
+The rates are measured apart, on pieces. FLOP/s of layers and of the head: models of one and three
+layers, with fewer tokens than the run has, and without FSDP. Bytes/s of FSDP's traffic, of the
+optimizer, of checkpoints and of publications: sharded models of one and four layers, the traffic
+with so few tokens that they hardly count. Sizes of the run are those of ``primerl.flops`` and of
+its parameters. Rounds of pieces and of the run alternate, so that both see the same load of the
+machine.
+
+Medians of rank 0, in seconds of the clock and in seconds of its CPU. On a machine that also runs
+other programs, only the latter mean anything; they leave out waiting for the other rank and for the
+disk.
 """
 
-import statistics
+import contextlib
 import tempfile
 import time
 from pathlib import Path
 
 import attrs
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -24,7 +33,7 @@ from primerl import checkpoint, flops, loss, parallel, planning, weights
 from primerl._common.forward_passes import recomputing
 
 ROUNDS = 7
-LAYERS, TOKENS, PIECE = 8, 1024, 768
+LAYERS, TOKENS, PIECE, FEW = 8, 1024, 768, 8
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -33,31 +42,12 @@ SHAPE = {
     "head_dim": 64,
     "vocab_size": 8192,
 }
+CLOCKS = (time.perf_counter, time.process_time)
 
 
-def make(layers, **changed):
-    config = transformers.Qwen3Config(num_hidden_layers=layers, **SHAPE | changed)
+def make(layers):
+    config = transformers.Qwen3Config(num_hidden_layers=layers, **SHAPE)
     return transformers.Qwen3ForCausalLM(config)
-
-
-def prepare(model, mesh):
-    parallel.shard(parallel.recompute(model.train()), mesh)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-
-@attrs.define
-class Timer:
-    found: dict[str, list[float]] = attrs.field(factory=dict)
-
-    def __call__(self, name, call):
-        dist.barrier()
-        begin = time.perf_counter()
-        result = call()
-        self.found.setdefault(name, []).append(time.perf_counter() - begin)
-        return result
-
-    def medians(self):
-        return {name: statistics.median(seconds[1:]) for name, seconds in self.found.items()}
 
 
 def inputs(tokens):
@@ -65,130 +55,137 @@ def inputs(tokens):
     return ids, torch.arange(tokens), ids
 
 
-def saved_and_published(model, optimizer, folder, timer, *, rounds=4):
-    """Time checkpoints and publications."""
-    servers = [Replicas()] if dist.get_rank() == 0 else []
-    with (
-        checkpoint.Checkpoints(folder / "run", model, optimizer) as checkpoints,
-        weights.Disk(model, *servers, folder=folder / "weights") as transport,
-    ):
-        for step in range(rounds):
-            timer("checkpoint", lambda step=step: checkpoints.save(step + 1, wait=True))
-            timer("publication", lambda step=step: transport.publish(step))
-    for one in servers:
-        one.close()
+def now():
+    return np.array([clock() for clock in CLOCKS])
 
 
-def run(folder):
-    """The run: seconds of its phases."""
-    timer, again = Timer(), []
-    model = make(LAYERS)
-    optimizer = prepare(model, parallel.mesh())
-    started = [0.0]
+@attrs.define
+class Timer:
+    """Seconds of named calls, by both clocks."""
 
-    def before(*_):
-        started[0] = time.perf_counter()
+    found: dict[str, list[np.ndarray]] = attrs.field(factory=dict)
 
-    def after(*_):
+    def __call__(self, name, call):
+        dist.barrier()
+        begin = now()
+        result = call()
+        self.add(name, now() - begin)
+        return result
+
+    def add(self, name, seconds):
+        self.found.setdefault(name, []).append(seconds)
+
+    def medians(self):
+        return {name: np.median(seconds[1:], axis=0) for name, seconds in self.found.items()}
+
+
+class Passes:
+    """Both passes of some layers and the head, with recomputation; seconds of its phases."""
+
+    def __init__(self, layers, tokens):
+        self.timer, self.tokens = Timer(), tokens
+        self.model = parallel.recompute(make(layers).train())
+        self.began, self.again = now(), 0.0
+
+    def watch(self):
+        """Time recomputation, by hooks that come after those of FSDP."""
+        for layer in self.model.model.layers:
+            layer.register_forward_pre_hook(self._before)
+            layer.register_forward_hook(self._after, always_call=True)  # it stops early
+
+    def _before(self, *_):
+        self.began = now()
+
+    def _after(self, *_):
         if recomputing():
-            again[-1] += time.perf_counter() - started[0]
+            self.again = self.again + now() - self.began
 
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(before)
-        layer.register_forward_hook(after, always_call=True)  # recomputation stops early
-    for _ in range(ROUNDS):
-        logprobs = timer("forward", lambda: loss.model_logprobs(model, *inputs(TOKENS)))
-        again.append(0.0)
+    def measure(self, _step):
+        timer, self.again = self.timer, 0.0
+        logprobs = timer("forward", lambda: loss.model_logprobs(self.model, *inputs(self.tokens)))
         timer("backward", logprobs.sum().backward)
-        timer("optimizer", optimizer.step)
-        optimizer.zero_grad()
-    saved_and_published(model, optimizer, folder, timer)
-    found = timer.medians()
-    found["recomputation"] = statistics.median(again[1:])
-    found["backward"] -= found["recomputation"]
-    return found
+        timer.found["backward"][-1] -= self.again
+        timer.add("recomputation", self.again)
 
 
-def passes(layers):
-    """Seconds of both passes of a few layers and the head, without FSDP."""
-    timer, model = Timer(), make(layers).train()
-    for _ in range(ROUNDS):
-        logprobs = timer("forward", lambda: loss.model_logprobs(model, *inputs(PIECE)))
-        timer("backward", logprobs.sum().backward)
-        model.zero_grad()
-    return timer.medians()
+class Run(Passes):
+    """Steps of a sharded model, each with a checkpoint and a publication."""
+
+    def __init__(self, stack, folder, layers, tokens):
+        super().__init__(layers, tokens)
+        parallel.shard(self.model, parallel.mesh())
+        self.bytes = sum(one.numel() * 4 for one in self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        servers = [Replicas()] if dist.get_rank() == 0 else []
+        for one in servers:
+            stack.callback(one.close)
+        self.checkpoints = stack.enter_context(
+            checkpoint.Checkpoints(folder / f"run-{layers}", self.model, self.optimizer)
+        )
+        self.transport = stack.enter_context(
+            weights.Disk(self.model, *servers, folder=folder / f"weights-{layers}")
+        )
+
+    def measure(self, step):
+        super().measure(step)
+        self.timer("optimizer", self.optimizer.step)
+        self.timer("checkpoint", lambda: self.checkpoints.save(step + 1, wait=True))
+        self.timer("publication", lambda: self.transport.publish(step))
 
 
-def rates(folder):
-    """Seconds per FLOP of layers and of the head, and seconds per byte."""
-    one, three = passes(1), passes(3)
+def predicted(small, large, one, four, *, size):
+    """Seconds of the run's phases from those of the pieces."""
     config = make(1).config
-    head = float(flops.breakdown(config, PIECE).head)
-    layer = float(flops.forward(config, PIECE)) - head
-    layers = {name: (three[name] - one[name]) / 2 for name in one}
-    found = {f"layer {name}": layers[name] / layer for name in one}
-    found |= {f"head {name}": (one[name] - layers[name]) / head for name in one}
-
-    timer, size = Timer(), 2**21
-    whole, part = torch.ones(size), torch.ones(size // 2)
-    matrix = torch.nn.Parameter(torch.ones(1024, 1024))
-    optimizer = torch.optim.AdamW([matrix], lr=1e-4)
-    for _ in range(ROUNDS):
-        timer("gather", lambda: dist.all_gather_into_tensor(whole, part))
-        timer("reduce", lambda: dist.reduce_scatter_tensor(part, whole))
-        matrix.grad = torch.ones_like(matrix)
-        timer("optimizer", optimizer.step)
-    model = make(3)
-    optimizer = prepare(model, parallel.mesh())
-    loss.model_logprobs(model, *inputs(64)).sum().backward()
-    optimizer.step()
-    saved_and_published(model, optimizer, folder, timer)
-    seconds = timer.medians()
-    own = sum(one.numel() * 4 for one in model.parameters())
-    found |= {"gather": seconds["gather"] / (4 * size), "reduce": seconds["reduce"] / (4 * size)}
-    found["optimizer"] = seconds["optimizer"] / matrix.nbytes
-    found |= {name: seconds[name] / own for name in ("checkpoint", "publication")}
+    of_layer, of_head = (
+        new / old
+        for new, old in zip(products(config, TOKENS), products(config, PIECE), strict=True)
+    )
+    slow, fast = large.timer.medians(), small.timer.medians()
+    layers = {name: (slow[name] - fast[name]) / 2 for name in fast}
+    most, least = four.timer.medians(), one.timer.medians()
+    found = {
+        name: most[name]
+        + (most[name] - least[name]) * (size - four.bytes) / (four.bytes - one.bytes)
+        for name in most
+    }
+    found["recomputation"] = 0.0  # of few tokens
+    for name, seconds in layers.items():
+        found[name] = found[name] + LAYERS * of_layer * seconds + of_head * (fast[name] - seconds)
     return found
 
 
-def predicted(rate):
-    """Seconds of the run's phases, from the plan's bytes, its FLOPs, and the rates."""
-    with torch.device("meta"):
-        model = make(LAYERS)
-    config = model.config
-    head = float(flops.breakdown(config, TOKENS).head)
-    layers = float(flops.forward(config, TOKENS)) - head
-    whole = sum(one.numel() * 4 for one in model.parameters())
-    outside = 2 * config.vocab_size * config.hidden_size * 4
-    gathered = rate["gather"] * whole
-    return {
-        "forward": rate["layer forward"] * layers + rate["head forward"] * head + gathered,
-        "recomputation": rate["layer forward"] * layers,
-        # Parameters outside the layers stay gathered after the forward pass.
-        "backward": rate["layer backward"] * layers
-        + rate["head backward"] * head
-        + rate["gather"] * (whole - outside)
-        + rate["reduce"] * whole,
-        "optimizer": rate["optimizer"] * whole / 2,
-        "publication": rate["publication"] * whole,
-        "checkpoint": rate["checkpoint"] * whole,
-    }
+def products(config, tokens):
+    """FLOPs of a layer and of the head."""
+    head = float(flops.breakdown(config, tokens).head)
+    return float(flops.forward(config, tokens)) - head, head
 
 
 def main():
     torch.set_num_threads(1)
-    with parallel.process_group(seed=0) as world:
-        where = [tempfile.mkdtemp() if world.is_first else ""]
+    with parallel.process_group(seed=0) as world, contextlib.ExitStack() as stack:
+        where = [stack.enter_context(tempfile.TemporaryDirectory()) if world.is_first else ""]
         dist.broadcast_object_list(where)
         folder = Path(where[0])
-        expected = predicted(rates(folder / "rates"))
-        real = run(folder / "run")
+        run = Run(stack, folder, LAYERS, TOKENS)
+        pieces = [
+            Passes(1, PIECE),
+            Passes(3, PIECE),
+            Run(stack, folder, 1, FEW),
+            Run(stack, folder, 4, FEW),
+        ]
+        for one in (*pieces, run):
+            one.watch()
+        for step in range(ROUNDS):
+            for one in (*pieces, run):
+                one.measure(step)
+                one.model.zero_grad()
+        dist.barrier()
         if world.is_first:
-            for name, seconds in expected.items():
-                ratio = seconds / real[name]
-                print(
-                    f"{name:14} predicted {seconds:7.3f}  measured {real[name]:7.3f}  {ratio:5.2f}"
-                )
+            real, expected = run.timer.medians(), predicted(*pieces, size=run.bytes)
+            print("predicted / measured = ratio, by the clock and in CPU seconds")
+            for name, seconds in real.items():
+                columns = zip(expected[name], seconds, expected[name] / seconds, strict=True)
+                print(f"{name:14}", *(f"{a:8.3f} /{b:7.3f} ={c:5.2f}" for a, b, c in columns))
             print(planning.model_size(make(LAYERS)).total, "parameters")
 
 

@@ -70,7 +70,7 @@ def test_balance(benchmark, name, ranks):
 
     def plan():
         documents = find_documents(torch.from_numpy(position_ids))
-        workers = divide_attention(position_ids, ranks)
+        workers = divide_attention(position_ids + 1.0, ranks)
         return workers, [row_spans(np.flatnonzero(workers == 0), documents)]
 
     workers, _ = benchmark.pedantic(plan, rounds=7, warmup_rounds=1)

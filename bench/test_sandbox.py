@@ -9,16 +9,21 @@ interpreter without isolation), and, if installed, one each for ``bwrap``, ``nsj
 """
 
 import asyncio
+import io
 import os
 import resource
 import shutil
 import statistics
 import subprocess
+import tarfile
 import time
 
 import pytest
+from sandbox_saboteurs import SABOTEURS
+from swe_folder.repositories import unpacked
+from swe_folder.runtimes import reading
 
-from primerl.sandbox import SandboxLimits, SandboxPool, SandboxUnavailable
+from primerl.sandbox import Case, SandboxLimits, SandboxPool, SandboxUnavailable, grade
 
 CODE = """
 def add(a, b):
@@ -99,12 +104,18 @@ def test_throughput(benchmark, at_once):
     print(f"\n{at_once} at once: {benchmark.extra_info}")
 
 
-async def watch(lags):
-    """Record every 2 ms how late the event loop wakes up."""
+async def watch(lags, *, waited=lambda: 0.0):
+    """Record every 2 ms how late the event loop wakes up, less the seconds that it ``waited``."""
     while True:
-        started = time.perf_counter()
+        started, before = time.perf_counter(), waited()
         await asyncio.sleep(0.002)
-        lags.append(time.perf_counter() - started - 0.002)
+        lags.append(time.perf_counter() - started - 0.002 - (waited() - before))
+
+
+def waited_for_processor():
+    """Return the seconds for which this thread waited while other programs had the processors."""
+    with open("/proc/thread-self/schedstat", encoding="utf-8") as file:
+        return 1e-9 * int(file.read().split()[1])
 
 
 def test_three_hundred_alive(benchmark):
@@ -153,3 +164,92 @@ def test_session_of_200_turns(benchmark, kind):
     times = benchmark.pedantic(lambda: asyncio.run(work()), rounds=1)
     low, middle = min(times), statistics.median(times)
     print(f"\n{kind}: {middle:.2f} ms a turn (median), {low:.2f} at least")
+
+
+@pytest.mark.parametrize("kind", ["nothing", "values", "archives"])
+def test_lag_beside_hostile_outputs(benchmark, kind):
+    """Measure how late the event loop wakes up while 50 hostile outputs a second arrive."""
+    code = """
+def f():
+    import os, sys
+    job = sys._getframe(1).f_locals["job"]
+    numbers = ['{"int":"0x%x"}' % (k * (2**61 - 1)) for k in range(20000)]
+    said = '{"list":[' + ','.join(numbers) + ']}'
+    os.write(1, ("\\n" + job["mark"] + said + "\\n").encode())
+    os._exit(0)
+"""
+    archive = hostile_archive()
+
+    async def one(pool):
+        if kind == "values":
+            [verdict] = await grade(pool, code, [Case(expected=1)], function="f", timeout_s=60)
+            assert not verdict.passed
+        elif kind == "archives":
+            with pytest.raises(ValueError):  # noqa: PT011 - the archive's names are too long
+                await reading(unpacked, archive)
+
+    async def work():
+        lags, own, tasks = [], [], []
+        async with SandboxPool(concurrency=4, warm=4) as pool:
+            watchers = [asyncio.create_task(watch(lags))]
+            watchers.append(asyncio.create_task(watch(own, waited=waited_for_processor)))
+            for _ in range(100):
+                tasks.append(asyncio.create_task(one(pool)))
+                await asyncio.sleep(0.02)
+            await asyncio.gather(*tasks)
+            for watcher in watchers:
+                watcher.cancel()
+        return lags, own
+
+    names = ("", ", without waits for a processor")
+    found = benchmark.pedantic(lambda: asyncio.run(work()), rounds=1)
+    for name, lags in zip(names, found, strict=True):
+        late = sorted(lags)[int(0.99 * len(lags))]
+        benchmark.extra_info[f"lag of the loop{name}, p99, ms"] = round(1e3 * late, 2)
+    print(f"\n{kind}: {benchmark.extra_info}")
+
+
+def hostile_archive():
+    """Return an archive with 3,000 folders, a header of 80,000 digits, and one deep path."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for number in range(3_000):
+            archive.addfile(tarfile.TarInfo(f"a/{number}"))
+        about = tarfile.TarInfo("digits")
+        about.pax_headers = {"comment": "9" * 80_000}
+        archive.addfile(about)
+        archive.addfile(tarfile.TarInfo("a/" * 31_000 + "deep"))
+    return buffer.getvalue()
+
+
+def test_neighbours_of_saboteurs(benchmark):
+    """Measure 16 runs at once beside a sandbox that takes all it can of one kernel counter."""
+
+    async def timed(pool):
+        times = []
+
+        async def one():
+            started = time.perf_counter()
+            assert (await pool.run(CODE)).ok
+            times.append(1e3 * (time.perf_counter() - started))
+
+        for _ in range(8):
+            await asyncio.gather(*(one() for _ in range(16)))
+            await asyncio.sleep(0.2)
+        return statistics.median(times)
+
+    async def work():
+        found = {}
+        async with SandboxPool(python=PYTHON, concurrency=16, warm=16) as pool:
+            for kind, program in SABOTEURS.items():
+                alone = await timed(pool)  # again each time: other work on this machine varies
+                async with pool.session() as session:
+                    await session.write("saboteur.py", program.encode())
+                    await session.run(["sh", "-c", "python3 -S saboteur.py > took 2>&1 &"])
+                    await asyncio.sleep(1.0)
+                    found[kind] = alone, await timed(pool)
+        return found
+
+    found = benchmark.pedantic(lambda: asyncio.run(work()), rounds=1)
+    for kind, (alone, beside) in found.items():
+        print(f"beside {kind}: {beside:.1f} ms (median), {beside / alone:.2f} of {alone:.1f} alone")

@@ -7,8 +7,9 @@ softmax and sampling are below one percent. A document of n tokens costs
 
 With causal attention, a query at position i = 1..n sees min(i, k) keys, where the limit k is a
 sliding window or the top-k of sparse attention. So pairs(n) is n (n+1) / 2 up to n = k or without a
-limit, and k (k+1) / 2 + (n - k) k for longer documents. Extra work of kernels (masked blocks,
-padding) is not counted, except that ``backward`` counts the scores that they compute again.
+limit, and k (k+1) / 2 + (n - k) k for longer documents. In chunks of k tokens, it sees those of its
+chunk. Extra work of kernels (masked blocks, padding) is not counted, except that ``backward``
+counts the scores that they compute again.
 """
 
 from collections import Counter
@@ -18,6 +19,8 @@ import attrs
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from primerl._common.mixer_costs import MIXED_FAMILIES, MixerCost, mixer_cost
+
 __all__ = [
     "Breakdown", "Parameters", "backward", "breakdown", "forward", "parameters", "training",
 ]  # fmt: skip
@@ -25,29 +28,35 @@ __all__ = [
 # fmt: off
 FAMILIES = frozenset([  # model_type of the language model
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "biogpt", "bitnet", "cohere", "cohere2",
-    "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama",
-    "dots1", "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
-    "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss",
-    "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
-    "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_k2", "laguna", "llama", "mellum", "minicpm3",
+    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "diffllama", "dots1", "emu3_text_model", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
+    "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss",
+    "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_k2",
+    "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3",
     "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model",
     "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
-    "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "smollm3", "solar_open", "stablelm", "starcoder2", "youtu",
-])
+    "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+]) | MIXED_FAMILIES
 """Supported model families; ``tests/test_flops.py`` checks each against the operations of its
 model."""
 
 NOT_GATED = frozenset([
     "apertus", "arcee", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "nanochat",
-    "nemotron", "opt", "persimmon", "phi", "starcoder2",
+    "nemotron", "nemotron_h", "opt", "persimmon", "phi", "starcoder2",
 ])
 """Families whose dense layers have two matrices and no gate."""
 # fmt: on
 REFUSED = {
     "gemma3n_text": "keeps several streams, and mixes them by coefficients",
     "hrm_text": "runs its layers several times, and some of them without a gradient",
+    "recurrent_gemma": "has recurrent layers of which torch counts only a part",
+    "minimax_m3_vl_text": "chooses blocks of keys, and computes all pairs of a document's tokens",
+    "deepseek_v4": "compresses keys, and computes all pairs of a document's tokens",
     "longcat_flash": "has experts that compute nothing, so the cost of a token depends on routing",
 }
 """Families whose FLOPs can't be computed from their config, and why; they can still be trained."""
@@ -59,7 +68,8 @@ class Breakdown:
 
     attention_projections: Float64[np.ndarray, "..."]
     attention_scores: Float64[np.ndarray, "..."]
-    """Products of queries with keys, and weighted sums of values."""
+    """Products of queries with keys, and weighted sums of values. In linear attention and
+    state-space layers, products with states and within chunks, and convolutions."""
     indexer: Float64[np.ndarray, "..."]
     """Choice of keys in sparse attention; quadratic, because it scores all query-key pairs. It is 0
     for documents of at most top-k tokens."""
@@ -130,7 +140,7 @@ def backward(config: Any, lengths: Any) -> Float64[np.ndarray, "..."]:
     again = np.zeros_like(tokens)
     for layer, count in Counter(_layers(_language_model(config))).items():
         widths = np.where(layer.chooses(tokens), layer.per_latent_score, layer.per_score)
-        again += 2 * count * widths * _pairs(tokens, layer.keys)
+        again += 2 * count * widths * layer.pairs(tokens)
     return np.asarray(2 * (parts.total - parts.indexer) + again)
 
 
@@ -162,7 +172,7 @@ def breakdown(config: Any, lengths: Any) -> Breakdown:
         indexed = layer.indexer_per_pair * _pairs(tokens, np.inf) * chooses
         for name, weights, per_pair in (
             ("attention_projections", layer.projections, 0),
-            ("attention_scores", 0, of_pair * _pairs(tokens, layer.keys)),
+            ("attention_scores", 0, of_pair * layer.pairs(tokens) + layer.mixing(tokens)),
             ("indexer", layer.indexer * chooses, indexed),
             ("mlp", layer.mlp, 0),
             ("experts", layer.experts, 0),
@@ -177,13 +187,14 @@ def parameters(config: Any) -> Parameters:
     Raises:
         ValueError: the model family is unknown, or the config lacks an attribute that it needs.
     """
+    tied = getattr(config, "tie_word_embeddings", False)  # of the whole model
     config = _language_model(config)
     layers, embeddings = _layers(config), config.vocab_size * config.hidden_size
     active = _head(config) + sum(layer.active for layer in layers)
     idle = sum(layer.idle_experts + layer.idle_heads for layer in layers)
     # Mllama's embedding table has 8 extra rows for image tokens.
     embeddings += 8 * config.hidden_size if _family(config) == "mllama_text_model" else 0
-    embedding = 0 if getattr(config, "tie_word_embeddings", False) else embeddings
+    embedding = 0 if tied else embeddings
     return Parameters(total=active + idle + embedding, active=active)
 
 
@@ -206,10 +217,13 @@ class _Layer:
     """Cost of one layer: weights by part, and multiply-adds per query-key pair."""
 
     projections: int
-    per_pair: int
-    per_score: int
+    per_pair: int = 0
+    per_score: int = 0
     """The part of ``per_pair`` that computes scores; the rest weighs values."""
-    keys: float
+    keys: float = np.inf
+    mixer: MixerCost | None = None
+    chunked: bool = False
+    """Whether a query sees the keys of its chunk, of ``keys`` tokens, instead of a window."""
     per_latent_pair: int = 0
     """Multiply-adds per pair where an indexer chooses the keys; 0 without an indexer."""
     per_latent_score: int = 0
@@ -220,13 +234,26 @@ class _Layer:
     idle_experts: int = 0
     idle_heads: int = 0
 
+    def pairs(self, tokens: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
+        """Return the number of query-key pairs of each document."""
+        if not self.chunked:
+            return _pairs(tokens, self.keys)
+        whole = tokens // self.keys
+        rest = tokens - whole * self.keys
+        return np.asarray((whole * self.keys * (self.keys + 1) + rest * (rest + 1)) / 2)
+
+    def mixing(self, tokens: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
+        """Return the multiply-adds of a mixer, without its projections."""
+        return np.zeros_like(tokens) if self.mixer is None else self.mixer.mixing(tokens)
+
     def chooses(self, tokens: Float64[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
         """Whether a document is so long that an indexer chooses keys."""
         return np.asarray((tokens > self.keys) & (self.per_latent_pair > 0))
 
     @property
     def active(self) -> int:
-        return self.projections + self.indexer + self.mlp + self.experts
+        filters = 0 if self.mixer is None else self.mixer.filters
+        return self.projections + filters + self.indexer + self.mlp + self.experts
 
 
 def _language_model(config: Any) -> Any:
@@ -253,7 +280,9 @@ def _language_model(config: Any) -> Any:
 
 
 # Layer types without a sliding window. Transformers has had two names for layers with an indexer.
-WITHOUT_WINDOW = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
+WITHOUT_WINDOW = (
+    "full_attention", "attention", "hybrid", "indexed_attention", "deepseek_sparse_attention",
+)  # fmt: skip
 UNCOUNTED = {"num_kv_shared_layers": 0, "attention_k_eq_v": False, "enable_moe_block": False}
 """Config attributes of some families, with the only supported value of each."""
 
@@ -272,7 +301,7 @@ def _need(config: Any, *names: str) -> Any:
 
 def _layers(config: Any) -> list[_Layer]:
     return [
-        _Layer(**_attention(layer, index), **_feed_forward(layer, index))
+        _Layer(**_mixing(layer, index), **_feed_forward(layer, index))
         for index, layer in enumerate(layer_configs(config))
     ]
 
@@ -295,6 +324,26 @@ def layer_configs(config: Any) -> list[Any]:
     return [config] * count
 
 
+def _kind(config: Any, index: int) -> str:
+    kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
+    return kinds[index] if kinds else ""
+
+
+def _mixing(config: Any, index: int) -> dict[str, Any]:
+    """Return the cost of a layer's attention, of its mixer, or of both."""
+    kind = _kind(config, index)
+    if _family(config) == "nemotron_h" and kind in ("mlp", "moe"):
+        return {"projections": 0}
+    if _family(config) == "falcon_h1":
+        kind = "hybrid"
+    mixer = mixer_cost(config, kind)
+    if mixer is None:
+        return _attention(config, index)
+    attention = _attention(config, index) if kind == "hybrid" else {"projections": 0}
+    projections = attention["projections"] + mixer.weights
+    return {**attention, "projections": projections, "mixer": mixer}
+
+
 def _attention(config: Any, index: int) -> dict[str, Any]:
     hidden, heads = config.hidden_size, config.num_attention_heads
     keys = visible_keys(config, index)
@@ -304,15 +353,20 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
         size = getattr(config, "head_dim", None) or hidden // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         key_heads = 1 if getattr(config, "multi_query", False) else key_heads
-        projections = 2 * hidden * size * (heads + key_heads)
+        value = size
+        if _family(config) == "mimo_v2_flash":
+            value = config.v_head_dim
+            key_heads *= 1 if np.isinf(keys) else 2
+        projections = hidden * (size + value) * (heads + key_heads)
         # Differential attention computes scores twice, once for each half of the values.
         scored = 2 if _family(config) == "diffllama" else 1
         return {
             "projections": projections + _gates_and_routers(config, heads, size),
             "idle_heads": _idle_heads(config, size),
-            "per_pair": 2 * heads * size * scored,
+            "per_pair": heads * (size + value) * scored,
             "per_score": heads * size * scored,
             "keys": keys,
+            "chunked": _is_chunked(config, index),
         }
     latent, rope = config.kv_lora_rank, _need(config, "qk_rope_head_dim")
     nope, value = _need(config, "qk_nope_head_dim"), _need(config, "v_head_dim")
@@ -346,7 +400,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
 def _gates_and_routers(config: Any, heads: int, size: int) -> int:
     """Return the number of weights in gates on attention outputs and routers of attention heads."""
     family, hidden = _family(config), config.hidden_size
-    if family == "afmoe":
+    if family in ("afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         return int(hidden * heads * size)
     if family == "laguna":
         for_each_head = getattr(config, "gating", True) in (True, "per-head")
@@ -366,19 +420,45 @@ def _idle_heads(config: Any, size: int) -> int:
 
 def visible_keys(config: Any, index: int) -> float:
     """Return the largest number of keys that a query of this layer sees."""
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     if kinds is None:
         slides = getattr(config, "use_sliding_window", True)
         window = getattr(config, "sliding_window", None) if slides else None
         return float(window or np.inf)
     if kinds[index] == "sliding_attention":
         return float(_need(config, "sliding_window"))
+    if kinds[index] == "chunked_attention":
+        return float(_need(config, "attention_chunk_size"))
     if kinds[index] in WITHOUT_WINDOW:
         return float(np.inf)
     raise ValueError(
         f"config.layer_types[{index}] is {kinds[index]!r}, which primerl.flops does not support; "
-        "expected full_attention, sliding_attention or indexed_attention"
+        "expected full_attention, sliding_attention, chunked_attention or indexed_attention"
     )
+
+
+def _is_chunked(config: Any, index: int) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    return kinds is not None and kinds[index] == "chunked_attention"
+
+
+def seen_keys(config: Any, positions: Any) -> Float64[np.ndarray, "..."]:
+    """Return how many keys queries at these positions of a document see, the mean over layers.
+
+    Layers whose number of keys is unknown, or which choose keys, count as full attention.
+    """
+    text = getattr(config, "text_config", None) or config
+    places = np.asarray(positions).astype(np.float64)
+    total = np.zeros_like(places)
+    count = text.num_hidden_layers
+    for index in range(count):
+        try:
+            keys = visible_keys(text, index)
+        except ValueError:
+            keys = np.inf
+        before = places % keys if _is_chunked(text, index) else places
+        total += np.minimum(before + 1, keys)
+    return np.asarray(total / count)
 
 
 def _runs_indexer(config: Any, index: int) -> bool:
@@ -391,13 +471,15 @@ def _runs_indexer(config: Any, index: int) -> bool:
     return max(index - (2 if first is None else first) + 1, 0) % every == 0
 
 
-def _feed_forward(config: Any, index: int) -> dict[str, int]:
+def _feed_forward(config: Any, index: int) -> dict[str, Any]:
     """Return the weights of a feed-forward layer: 3 matrices per MLP or expert, 2 without gates."""
     hidden, family = config.hidden_size, _family(config)
     matrices = 2 if family in NOT_GATED else 3
     active = _chosen(config, index)
     # Gemma's per-layer embeddings are projected from the hidden state, and back into it.
     layer_embeddings = 3 * hidden * _first(config, "hidden_size_per_layer_input")
+    if family in ("nemotron_h", "granitemoehybrid", "jamba", "lfm2", "llama4_text"):
+        return _feed_forward_of_its_own(config, index)
     if not active:
         if family in ("gpt2", "gpt_bigcode"):
             size = getattr(config, "n_inner", None) or 4 * hidden
@@ -410,6 +492,46 @@ def _feed_forward(config: Any, index: int) -> dict[str, int]:
         "experts": active * expert + _shared_experts(config, expert) + hidden * experts,
         "idle_experts": (experts - active) * expert,
     }
+
+
+def _feed_forward_of_its_own(config: Any, index: int) -> dict[str, int]:
+    """Return the weights of feed-forward layers in families with other names or shapes."""
+    hidden, family, experts = config.hidden_size, _family(config), _routed_experts(config)
+    dense = 3 * hidden * config.intermediate_size
+    if family == "lfm2":
+        if not config.block_auto_adjust_ff_dim:
+            return {"mlp": dense}
+        multiple = config.block_multiple_of
+        size = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+        return {"mlp": 3 * hidden * -(-size // multiple) * multiple}
+    if family == "nemotron_h":
+        kind = _kind(config, index)
+        if kind != "moe":
+            return {"mlp": 2 * hidden * config.intermediate_size if kind == "mlp" else 0}
+        latent = config.moe_latent_size or hidden
+        expert = 2 * latent * config.moe_intermediate_size
+        around = 2 * hidden * latent if config.moe_latent_size else 0
+        shared = 2 * hidden * config.moe_shared_expert_intermediate_size
+        return _expert_weights(config, expert, hidden * experts + around + shared)
+    if family == "granitemoehybrid":
+        shared = 3 * hidden * config.shared_intermediate_size
+        if not experts:
+            return {"mlp": shared}
+        return _expert_weights(config, dense, hidden * experts + shared)
+    if family == "jamba":
+        sparse = index % config.expert_layer_period == config.expert_layer_offset
+        if not (experts > 1 and sparse):
+            return {"mlp": dense}
+        return _expert_weights(config, dense, hidden * experts)
+    if index not in config.moe_layers:  # Llama 4
+        return {"mlp": 3 * hidden * config.intermediate_size_mlp}
+    return _expert_weights(config, dense, hidden * experts + dense)
+
+
+def _expert_weights(config: Any, expert: int, others: int) -> dict[str, int]:
+    """Return the weights of a layer with experts: those chosen for each token, and those idle."""
+    chosen, experts = config.num_experts_per_tok, _routed_experts(config)
+    return {"experts": chosen * expert + others, "idle_experts": (experts - chosen) * expert}
 
 
 def _routed_experts(config: Any) -> int:

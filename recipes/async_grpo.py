@@ -19,10 +19,8 @@ that only long runs need.
 import contextlib
 import importlib.util
 import itertools
-import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -129,14 +127,7 @@ def check(args: Args) -> None:
     """Refuse a model and a folder that the run can't use, before anything is loaded."""
     track.require_model(args.model, flag="--model")
     if args.weights_folder is not None:
-        folder = Path(args.weights_folder).absolute()
-        place = folder if folder.exists() else folder.parent
-        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-            reason = "is not a folder that may be written" if place.exists() else "does not exist"
-            raise ValueError(
-                f"--weights-folder is {folder}, but {place} {reason}; pass a folder on a file "
-                "system that all hosts share, in one that exists and that this user may write"
-            )
+        track.require_shared_folder(args.weights_folder, flag="--weights-folder")
 
 
 def build_tasks(seed: int) -> list[dict[str, Any]]:

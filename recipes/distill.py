@@ -17,11 +17,9 @@ SIGTERM save a checkpoint; ``--resume RUN_DIR`` continues the run.
 import contextlib
 import importlib.util
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -135,14 +133,7 @@ def check(args: Args) -> None:
         if "://" not in teacher:
             track.require_model(teacher, flag="--teacher")
     if args.weights_folder is not None:
-        folder = Path(args.weights_folder).absolute()
-        place = folder if folder.exists() else folder.parent
-        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-            reason = "is not a folder that may be written" if place.exists() else "does not exist"
-            raise ValueError(
-                f"--weights-folder is {folder}, but {place} {reason}; pass a folder on a file "
-                "system that all hosts share, in one that exists and that this user may write"
-            )
+        track.require_shared_folder(args.weights_folder, flag="--weights-folder")
 
 
 def extras(args: Args) -> list[str]:

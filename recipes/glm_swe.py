@@ -60,7 +60,7 @@ class Args:
     """The flags of a run. The defaults are for a rehearsal on a laptop's CPU."""
 
     #: entry of SCALES in this file, for the machines to run on; other flags override it
-    scale: Literal["debug", "laptop", "8xh200", "glm5"] = "debug"
+    scale: Literal["debug", "laptop", "fleet", "8xh200", "glm5"] = "debug"
     #: model folder or Hugging Face hub id; tiny:FAMILY makes a tiny model with random weights,
     #: taught:FAMILY one that fixes the bugs of one program in about half of its rollouts
     model: str | None = "taught:glm4_moe"
@@ -78,6 +78,11 @@ class Args:
     env_config: dict[str, str] = attrs.field(
         factory=lambda: {"tier": "easiest", "program": "last_word"}
     )
+    #: play the environment in Ray actors: "auto" for the cluster that this host has joined, its
+    #: "host:port", or "local" for a Ray on this host
+    ray: str | None = None
+    #: number of these actors, which are spread over the cluster
+    ray_actors: int = attrs.field(default=2, validator=number(at_least=1))
     #: maximum tokens per rollout
     context: int = attrs.field(default=4096, validator=number(at_least=1))
     #: maximum tokens per reply
@@ -144,8 +149,10 @@ class Args:
     gpu_bytes: int = attrs.field(default=2 * 10**9, validator=number(at_least=1))
     #: for --dry-run: mean number of tokens of a rollout
     mean_tokens: int = attrs.field(default=50_000, validator=number(at_least=1))
-    #: for --dry-run: number of servers
+    #: for --dry-run: number of servers that sample
     servers: int = attrs.field(default=1, validator=number(at_least=1))
+    #: for --dry-run: number of further servers, which compute prompts for these
+    prefill_servers: int = attrs.field(default=0, validator=number(at_least=0))
     #: seconds after SIGTERM in which the current step must end
     grace_s: float = attrs.field(default=25.0, validator=number(above=0))
     #: control experiment: permute the rewards, so that they carry no information
@@ -233,9 +240,11 @@ SCALES = {
         ep=8,
         cp=4,
         engine="vllm",
-        server_gpus=(8, 32),
-        servers=12,
-        max_num_seqs=96,
+        server_gpus=(32, 8),
+        servers=2,
+        prefill_servers=1,
+        ray_actors=16,  # with --ray
+        max_num_seqs=6,  # so that all of them fit into a GPU's memory at their full length
         # The rest of a GPU is for CUDA's context and NCCL's buffers. --dry-run prints the room that
         # weights, activations and CUDA graphs leave for keys and values ("KV room").
         gpu_memory_utilization=0.92,
@@ -273,6 +282,8 @@ def extras(args: Args) -> list[str]:
     needed = ["verifiers"]
     if args.engine == "vllm" and not args.engine_urls:
         needed.append("vllm")
+    if args.ray is not None:
+        needed.append("ray")
     if args.wandb:
         needed.append("wandb")
     return needed
@@ -300,14 +311,7 @@ def check(args: Args) -> None:
             "pass a folder on a file system that all hosts share, for weights and expert routes"
         )
     if not args.dry_run and args.shared_folder is not None:
-        folder = Path(args.shared_folder).absolute()
-        place = folder if folder.exists() else folder.parent
-        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-            reason = "is not a folder that may be written" if place.exists() else "does not exist"
-            raise ValueError(
-                f"--shared-folder is {folder}, but {place} {reason}; pass a folder on a file "
-                "system that all hosts share, in one that exists and that this user may write"
-            )
+        track.require_shared_folder(args.shared_folder, flag="--shared-folder")
 
 
 def model_folder(args: Args) -> str:
@@ -342,6 +346,12 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
         keep_conversation=True,
     )
     eval_tasks, train_tasks = environment.tasks.split(args.eval_tasks)
+    if args.ray is not None:
+        environment = rollout.on_ray(
+            environment,
+            actors=args.ray_actors,
+            address=None if args.ray == "local" else args.ray,
+        )
     return environment, train_tasks, eval_tasks
 
 
@@ -433,6 +443,19 @@ def open_engine(args: Args, model: str) -> Iterator[Any]:
                     capture=replay.capture if args.replay else None,
                 )
             )
+
+
+def concurrency(args: Args) -> rollout.AdaptiveConcurrency | None:
+    """Return the cap on rollouts in flight, which follows the load of vLLM servers.
+
+    If more rollouts were in flight than a server samples at once, their turns would evict each
+    other's keys and values.
+    """
+    if args.engine == "transformers" and not args.engine_urls:
+        return None
+    gpus = args.server_gpus[0] * max(1, len(args.engine_urls))
+    cap = float(gpus * args.max_num_seqs)
+    return rollout.AdaptiveConcurrency(cap=cap, most=max(4096, round(cap)))
 
 
 def prepare(model: Any, mesh: parallel.Mesh, args: Args) -> None:
@@ -555,6 +578,7 @@ def plan(args: Args) -> planning.Plan:
         rollouts=args.groups_per_step * args.group_size,
         tokens=min(args.context, args.mean_tokens),
         servers=args.servers,
+        prefill_servers=args.prefill_servers,
         evaluated=args.eval_tasks,
         steps_in_flight=args.max_staleness + 1,
         max_num_seqs=args.max_num_seqs,
@@ -588,7 +612,10 @@ def main(args: Args) -> None:
     import transformers
 
     if args.dry_run:
-        found = plan(args)
+        try:
+            found = plan(args)
+        except ValueError as error:  # the model can't be in this FP8 format, for example
+            raise SystemExit(f"glm_swe.py: {error}") from None
         print(found.text())
         raise SystemExit(1 if found.refusal else 0)
     world = parallel.process_group(seed=args.seed, grace_s=args.grace_s)
@@ -643,6 +670,7 @@ def main(args: Args) -> None:
             groups_per_step=args.groups_per_step,
             max_staleness=args.max_staleness,
             min_group=2,
+            concurrency=concurrency(args),
             keep=[filters.has_signal] if args.require_signal else [],
             state=saved.get("worker"),
         ) as rollouts,

@@ -150,6 +150,14 @@ class FakeEngine:
 
 
 @pytest.fixture(autouse=True)
+def seeded():
+    """Seed the global generators: a test's random values must not depend on the tests before it."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left():
     """Check that a test leaves nothing behind that could break a later test or block exit."""
     before = Leftovers()

@@ -199,13 +199,13 @@ class Table:
         self.canary = weights.Canary(self.model, engine, dtype=dtype)
         self.version = -1
 
-    def publish_correctly(self) -> weights.Verdict:
+    def publish_correctly(self) -> weights.CanaryVerdict:
         """Publish the trainer's weights, and check them with the canary."""
         self.version += 1
         self.right.publish(self.version)
         return self.canary.check(self.version)
 
-    def with_fault(self, fault: Fault, old: State) -> weights.Verdict:
+    def with_fault(self, fault: Fault, old: State) -> weights.CanaryVerdict:
         """Publish a faulty copy of the trainer's weights, and check them with the canary."""
         self.version += 1
         with torch.no_grad():
@@ -243,7 +243,7 @@ class Table:
         yield f"\n{alarms} false alarms in {2 + correct} correct publications."
 
 
-def row(name: str, verdict: weights.Verdict) -> str:
+def row(name: str, verdict: weights.CanaryVerdict) -> str:
     """Format a line of the table."""
     (one,) = verdict.servers
     print(name, verdict.reason, file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """A model's tensors with their names and shapes in a Hugging Face checkpoint."""
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -8,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from primerl._common.adapters import (
     adapted_layer,
@@ -300,10 +302,33 @@ def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole(tensor.detach().to(dtype))  # before the gather: fewer bytes travel
 
 
+class _WithoutAdapters(nn.Module):
+    """A base of a model whose parameters have the names that they have without adapters."""
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return next(p for name, p in self.named_parameters() if unadapted(name) == target)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the model as ``transformers`` made it: without FSDP's class, and adapters' names.
+
+    ``transformers`` looks up the names of a checkpoint by the class of the model and its module.
+    """
+    family: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    plain: nn.Module = object.__new__(_plain_class(family))
+    vars(plain).update(vars(model))
+    return plain
+
+
+@functools.cache
+def _plain_class(family: Any) -> Any:
+    return type(family.__name__, (_WithoutAdapters, family), {"__module__": family.__module__})
+
+
 def converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert a model's tensors to its checkpoint's format, with ``transformers``' conversion."""
     if not hasattr(model, "save_pretrained"):
         return tensors  # a plain module needs no conversion
     loading = require("transformers.core_model_loading", extra="transformers")
-    found: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
+    found: dict[str, Tensor] = loading.revert_weight_conversion(_plain(model), tensors)
     return found

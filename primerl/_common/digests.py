@@ -1,5 +1,6 @@
 """Digests of tensors by xxh3_128, which detects accidental damage, not attacks."""
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +21,12 @@ class TensorDigest:
     dtype: str
     shape: tuple[int, ...]
     digest: str
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor in bytes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -43,6 +50,30 @@ def digest_of(tensor: Tensor) -> TensorDigest:
 def described(tensor: Tensor, digest: str) -> TensorDigest:
     """Combine the dtype and the shape of a tensor with a digest of bytes; its own are not read."""
     return TensorDigest(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
+
+
+@attrs.frozen(eq=False)
+class HashedTensor:
+    """A tensor and its digest, which holds until the tensor is changed."""
+
+    tensor: Tensor
+    digest: TensorDigest
+    _version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "HashedTensor":
+        """Hash a tensor, whose bytes are read."""
+        version = _version_of(tensor)
+        return cls(tensor, digest_of(tensor), version)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is the same object, which torch has not changed since."""
+        return tensor is self.tensor and _version_of(tensor) == self._version >= 0
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return torch's count of changes of a tensor; -1 if it does not count them."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def digest_of_all(tensors: Mapping[str, TensorDigest]) -> str:

@@ -22,6 +22,7 @@ MODULES = {
     "vllm": ("vllm",),
     "lora": ("peft",),
     "data": ("datasets",),
+    "ray": ("ray",),
     "wandb": ("wandb",),
 }
 """The modules of each optional dependency group that recipes need."""

@@ -1,7 +1,7 @@
 """Safetensors files that are written from a stream of tensors and read by memory mapping."""
 
 import json
-import mmap
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl._common.digests import raw_bytes
 from primerl._common.files import whole_or_nothing
+from primerl._common.threads import BoundedThreads
 
 _CODES = {
     torch.float64: "F64",
@@ -114,10 +115,17 @@ def _why_not(name: str, found: TensorLayout, layout: Mapping[str, TensorLayout])
     )
 
 
-def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a file by name, memory-mapped, and the file's metadata.
+@attrs.frozen
+class FileHeader:
+    """The content of a file's header, and where the tensors' bytes begin."""
 
-    With ``writable``, writing to a tensor writes to the file.
+    start: int
+    spans: dict[str, ByteSpan]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> FileHeader:
+    """Read the header of a file.
 
     Raises:
         ValueError: the file is not a safetensors file, or is truncated; the message names it.
@@ -135,12 +143,25 @@ def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tenso
             raise ValueError(f"{path} has a broken header: {error}") from error
     if any(not 0 <= span.start <= span.end <= size - 8 - length for span in spans.values()):
         raise ValueError(f"{path} is truncated: it has {size} bytes")
+    return FileHeader(8 + length, spans, metadata)
+
+
+def read_tensors(path: Path, *, writable: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file by name, memory-mapped, and the file's metadata.
+
+    With ``writable``, writing to a tensor writes to the file.
+
+    Raises:
+        ValueError: the file is not a safetensors file, or is truncated; the message names it.
+    """
+    header = read_header(path)
     # Copy on write: torch requires a writable buffer, and the file must not change.
-    data = np.memmap(path, mode="r+" if writable else "c", dtype=np.uint8)[8 + length :]
+    data = np.memmap(path, mode="r+" if writable else "c", dtype=np.uint8)[header.start :]
     tensors = {
-        name: as_tensor(data[span.start : span.end], span.layout) for name, span in spans.items()
+        name: as_tensor(data[span.start : span.end], span.layout)
+        for name, span in header.spans.items()
     }
-    return tensors, metadata
+    return tensors, header.metadata
 
 
 def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
@@ -148,11 +169,51 @@ def map_tensors(path: Path, *, writable: bool = False) -> dict[str, Tensor]:
     return read_tensors(path, writable=writable)[0]
 
 
+def copy_without_tensors(source: Path, target: Path) -> None:
+    """Create a file of the same header and size, in which the tensors' bytes are a hole."""
+    start = read_header(source).start
+    with whole_or_nothing(target) as file:
+        with source.open("rb") as reader:
+            file.write(reader.read(start))
+        file.truncate(source.stat().st_size)
+
+
+def copy_tensors(source: Path, target: Path, names: Iterable[str], *, threads: int) -> None:
+    """Copy the bytes of tensors from one file to another that has the same tensors.
+
+    Raises:
+        ValueError: a file lacks a tensor, or has it with another dtype or shape.
+        OSError: there is no room for the bytes.
+    """
+    here, there = read_header(source), read_header(target)
+    copies = []
+    with BoundedThreads(threads) as pool:
+        for name in names:
+            span, hole = here.spans.get(name), there.spans.get(name)
+            if span is None or hole is None or span.layout != hole.layout:
+                raise ValueError(f"{source.name} does not fit the version before it: {name}")
+            places = here.start + span.start, there.start + hole.start
+            copies.append(pool.submit(_copy_bytes, source, target, *places, span.layout.nbytes))
+    for copy in copies:
+        copy.result()
+
+
+def _copy_bytes(source: Path, target: Path, start: int, place: int, size: int) -> None:
+    # Written to the file, not to mapped memory, where a lack of room would end the process.
+    with source.open("rb") as reader, target.open("r+b") as writer:
+        writer.seek(place)
+        end = start + size
+        while start < end:
+            copied = os.sendfile(writer.fileno(), reader.fileno(), start, end - start)
+            if not copied:
+                raise ValueError(f"{source} is truncated")
+            start += copied
+
+
 class MappedFiles:
     """Tensor files that are mapped before they are needed, and kept mapped until ``forget``.
 
-    Mapping a file of 60,000 tensors takes seconds, and the first access to all pages of a large
-    file takes seconds, too.
+    Mapping a file of 60,000 tensors takes seconds.
     """
 
     def __init__(self) -> None:
@@ -173,11 +234,6 @@ class MappedFiles:
     def forget(self) -> None:
         """Drop all files."""
         self._known.clear()
-
-
-def touch(tensor: Tensor) -> None:
-    """Read a byte of each page of a mapped tensor, so that the whole tensor is in memory."""
-    raw_bytes(tensor)[:: mmap.PAGESIZE].max(initial=0)
 
 
 def _span(entry: Mapping[str, object]) -> ByteSpan:

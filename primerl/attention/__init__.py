@@ -2,7 +2,7 @@
 
 from primerl.attention.admission import refuse_unpackable
 from primerl.attention.documents import Document, Layout, Span, find_documents, lay_out
-from primerl.attention.kernels import attend
+from primerl.attention.kernels import attend, choose_kernel
 from primerl.attention.packed import require_documents
 from primerl.attention.sparse import score_in_fp8
 from primerl.attention.switching import attend_by_document
@@ -13,6 +13,7 @@ __all__ = [
     "Span",
     "attend",
     "attend_by_document",
+    "choose_kernel",
     "find_documents",
     "lay_out",
     "refuse_unpackable",

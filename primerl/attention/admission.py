@@ -13,6 +13,7 @@ from torch import nn
 # Attention implementations that this library registers with transformers.
 PACKED_ATTENTION = "primerl_packed"
 SPARSE_ATTENTION = "primerl_sparse"
+MASKED_BY_DOCUMENT = "primerl_masked"
 # Prefix of the names of context-parallel attention, which finds the documents of all ranks itself.
 CONTEXT_ATTENTION = "primerl_context"
 CONTEXT_SPARSE_ATTENTION = f"{CONTEXT_ATTENTION}_sparse"
@@ -23,9 +24,35 @@ INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 # Families in which an indexer chooses the keys (see primerl.attention.sparse).
 SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 # Layer types that see no other token, or whose attention is supported.
-PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "mlp", "moe"})
-# Names of the parameters of attention sinks.
-SINKS = ("sinks", "attention_sink_bias", "learnable_sink")
+PACKABLE_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"}
+)
+# Layer types with a mixer that carries a state; they are supported if the mixer is known.
+STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "recurrent"})
+# Layer types that choose or compress keys; they are supported if the attention module is known.
+KEY_CHOOSING_LAYERS = frozenset({
+    "compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse",
+})  # fmt: skip
+# Why layers of other types can't be packed.
+_ACROSS_DOCUMENTS = {
+    **dict.fromkeys(
+        STATEFUL_LAYERS | {"hybrid_sliding"},
+        "which carry state from one packed document into the next, and are of a kind that primerl "
+        "does not run document by document",
+    ),
+    **dict.fromkeys(INDEXED_LAYERS, "whose indexer would choose keys of other packed documents"),
+}
+_UNKNOWN = "which are unknown, and may let packed documents see each other"
+# Classes of mixers and of attention that ``attention.mixers`` and ``attention.masked`` run document
+# by document.
+MIXERS = frozenset({
+    "BambaMixer", "DeepseekV4Attention", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
+    "JambaMambaMixer", "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv",
+    "MiniMaxLightningAttention", "MiniMaxM3VLAttention", "NemotronHMamba2Mixer",
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
+    "RecurrentGemmaRecurrentBlock",
+})  # fmt: skip
 
 
 def require_positions(model: nn.Module) -> None:
@@ -72,13 +99,18 @@ def refuse_leaking_layers(model: nn.Module) -> None:
 
 def _leak_reason(model: nn.Module) -> str | None:
     if kinds := unpackable_layers(model):
-        return (
-            f"has {', '.join(kinds)} layers, which would carry state from one packed document "
-            "into the next, or attend in a way that packed attention does not support"
+        by_reason: dict[str, list[str]] = {}
+        for kind in kinds:
+            by_reason.setdefault(_ACROSS_DOCUMENTS.get(kind, _UNKNOWN), []).append(kind)
+        return "has " + "; and ".join(
+            f"{', '.join(alike)} layers, {reason}" for reason, alike in by_reason.items()
         )
-    if getattr(model, "_is_stateful", False):
+    mixers = [mixer for _, mixer in named_mixers(model)]
+    if getattr(model, "_is_stateful", False) and not mixers:
         return "has recurrent layers, which carry state from one packed document into the next"
-    if any(isinstance(part, nn.Conv1d) for part in _layer_modules(model)):
+    within = {id(part) for mixer in mixers for part in mixer.modules()}
+    parts = (part for part in _layer_modules(model) if id(part) not in within)
+    if any(isinstance(part, nn.Conv1d) for part in parts):
         return "has convolutions over tokens, which mix the ends of neighboring documents"
     can_switch: Callable[[], bool] | None = getattr(model, "_can_set_attn_implementation", None)
     if can_switch is not None and not can_switch():
@@ -92,24 +124,11 @@ def refuse_unpackable(model: nn.Module) -> None:
     """Refuse a model that cannot be trained on packed documents, before training starts.
 
     Raises:
-        ValueError: the model's layers let documents see each other, or it has attention sinks or
-            capped attention scores and does not use flash attention.
+        ValueError: the model's layers let documents see each other.
     """
     config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        return
-    refuse_leaking_layers(model)
-    missing = None
-    if any(name.rpartition(".")[2] in SINKS for name, _ in model.named_parameters()):
-        missing = "attention sinks"
-    elif getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
-        missing = "capped attention scores"
-    attention = str(config._attn_implementation)
-    if missing and (attention.startswith("primerl_") or attention in MASKED_ATTENTION):
-        raise ValueError(
-            f"{config.model_type} has {missing}, which packed attention does not compute; use "
-            "flash attention for this model"
-        )
+    if config is not None and hasattr(config, "get_text_config"):
+        refuse_leaking_layers(model)
 
 
 def unpackable_layers(model: nn.Module) -> list[str]:
@@ -117,12 +136,28 @@ def unpackable_layers(model: nn.Module) -> list[str]:
 
     An example is ``linear_attention``.
     """
-    config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
-    kinds = {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
     known = PACKABLE_LAYERS | INDEXED_LAYERS if is_sparse(model) else PACKABLE_LAYERS
-    return sorted(kinds - known)
+    if named_mixers(model):
+        known |= STATEFUL_LAYERS | KEY_CHOOSING_LAYERS
+    return sorted(layer_kinds(model) - known)
+
+
+def layer_kinds(model: Any) -> set[str]:
+    """Return the types of a model's layers that its configuration names."""
+    text = model.config.get_text_config(decoder=True)
+    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
+    return {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
+
+
+def named_mixers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a model's mixers that carry state along a document, with their names."""
+    named = model.named_modules()
+    return [(name, module) for name, module in named if type(module).__name__ in MIXERS]
+
+
+def chooses_keys(model: nn.Module) -> bool:
+    """Whether the model has layers that choose or compress keys (``attention.masked``)."""
+    return not KEY_CHOOSING_LAYERS.isdisjoint(layer_kinds(model))
 
 
 def is_sparse(model: nn.Module) -> bool:

@@ -147,10 +147,12 @@ def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
         position_ids: the position of each token in its document.
 
     Raises:
-        ValueError: the first position is not 0, or a document shares more tokens than the document
-            before it has.
+        ValueError: there is no token, the first position is not 0, or a document shares more tokens
+            than the document before it has.
     """
-    if position_ids.numel() == 0 or position_ids[..., 0].any():
+    if position_ids.numel() == 0:
+        raise ValueError("position_ids is empty; expected the positions of at least one token")
+    if position_ids[..., 0].any():
         raise ValueError(
             "position_ids must begin with 0, because documents are packed whole, one after another"
         )
@@ -200,6 +202,18 @@ def once_per_tensor(
         return result
 
     return found
+
+
+@once_per_tensor
+def token_positions(
+    plan: Tensor,  # noqa: ARG001  for whose lifetime the result is cached
+    spans: tuple[Any, ...],
+    device: torch.device,
+) -> Int[Tensor, " t"]:
+    """Return the position of each query of spans in its document."""
+    lengths = np.array([one.end - one.begin for one in spans], int)
+    seen = np.array([sum(end - begin for begin, end in one.keys) for one in spans], int)
+    return torch.from_numpy(concatenated(seen - lengths, lengths)).to(device)
 
 
 @once_per_tensor

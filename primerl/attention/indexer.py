@@ -206,13 +206,14 @@ def _choose(queries: Tensor, weights: Tensor, keys: Tensor, top_k: int) -> Tenso
     most = MAX_SCORES if keys.device.type == "cpu" else MAX_SCORES_ON_GPU
     held = queries.shape[1] if reason_against_scoring_kernel(queries) else 1
     at_once = max(1, most // (held * len(keys)))
-    position = torch.arange(len(keys), device=keys.device)
+    position, finite = torch.arange(len(keys), device=keys.device), torch.finfo(torch.float32)
     chosen = torch.full((count, top_k), -1, dtype=torch.int32, device=keys.device)
     for begin in range(0, count, at_once):
         rows = slice(begin, begin + at_once)
         here = position[before + begin :][: len(queries[rows])].unsqueeze(1)
         seen = before + begin + len(here)
         scores = _scores(queries[rows], weights[rows], keys[:seen])
+        scores.clamp_(finite.min, finite.max)  # only keys that are not visible score -inf
         scores.masked_fill_(position[:seen] > here, -torch.inf)
         found = _highest(scores, min(top_k, seen))
         chosen[rows, : found.shape[1]] = found.masked_fill(found > here, -1).int()
@@ -252,7 +253,7 @@ def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
 def _highest(scores: Tensor, count: int) -> Tensor:
     """Return the places of the highest scores in each row, the first ones of equal scores.
 
-    Scores of -inf come last.
+    Scores of -inf, of keys that are not visible, come last, in any order.
     """
     values, places = scores.topk(count)
     least = values[:, -1:]

@@ -1,11 +1,13 @@
 """Causal attention within documents, or parts of documents, whose rows lie end to end.
 
 No mask over all rows is ever built. On a GPU, a variable-length kernel computes all spans. On other
-devices, spans of equal lengths are computed in one call.
+devices, and where that kernel does not fit, ``span_kernels`` does.
 """
 
+import functools
 import inspect
-from typing import Any, NamedTuple
+import logging
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +16,19 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from primerl.attention.documents import Layout
+from primerl.attention.documents import Layout, Span, lay_out, once_per_tensor
+from primerl.attention.span_kernels import (
+    EqualSpans,
+    attend_by_span,
+    blocks,
+    hidden_keys,
+    stacked,
+)
 
-# On a CPU, attention to at most this many tokens is faster in float32 than in bfloat16.
-WIDENED_LENGTH = 256
+KernelName = Literal["varlen", "spans", "sdpa"]
+_VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+
+log = logging.getLogger(__name__)
 
 
 def attend(
@@ -28,14 +39,18 @@ def attend(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "t heads dv"]:
     """Compute causal attention of each span's queries to its keys.
 
-        y_i = sum_j softmax_j(scaling q_i . k_j) v_j    over the keys j that query i sees
+        s_ij = scaling q_i . k_j, or c tanh(s_ij / c) with a soft cap c
+        y_i = sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij))    over the keys j that i sees
 
-    ``torch.nn.attention.varlen`` computes it in bfloat16 and float16 on a GPU; otherwise, the
-    kernels of ``scaled_dot_product_attention`` do. ``torch.compile`` traces this function once for
-    all layouts. With dropout, or in float32 on a GPU, the function breaks the graph.
+    ``choose_kernel`` says which kernel computes it. ``torch.compile`` traces this function once for
+    all layouts. With ``"sdpa"``, or with chunks and ``"varlen"``, the function breaks the graph.
 
     Args:
         query: the queries of all spans, end to end.
@@ -44,22 +59,80 @@ def attend(
         layout: the layout of the spans, made by ``lay_out``.
         scaling: the factor that multiplies the scores, by default ``1 / sqrt(d)``.
         dropout: the probability that an attention weight is dropped.
+        window: the number of keys that a query sees at most: its own and those before it.
+        chunk: the length of chunks of a document; a query sees only the keys of its chunk.
+        softcap: the bound of scores.
+        sinks: a score for each head that counts in the softmax, but has no value.
+
+    Raises:
+        ValueError: dropout is combined with a soft cap or sinks.
     """
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    name, reason = choose_kernel(
+        query, value, dropout=dropout, softcap=softcap, sinks=sinks is not None
+    )
+    if not torch.compiler.is_compiling():
+        _log_choice(name, reason, query.device.type)
+    width = value.shape[-1]
+    if name == "varlen":
+        if chunk and chunk < layout.max_keys:
+            layout = _chunked(layout.plan, layout.spans, chunk, query.device)
+        return _attend_end_to_end(query, key, value, layout, scaling, window=window)
+    if name == "sdpa":
+        limits = {"window": window or 0, "chunk": chunk or 0}
+        by_length: Tensor = _attend_by_length(query, key, value, layout, scaling, dropout, **limits)
+        return by_length
+    q, k, v = _equally_wide(query, key, value)
+    options = (scaling, window or 0, chunk or 0, softcap or 0.0)
+    attended: Tensor = attend_by_span(q, k, v, sinks, layout.plan, *options)[0]
+    return attended[..., :width]
+
+
+def choose_kernel(
+    query: Tensor,
+    value: Tensor,
+    *,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: bool = False,
+) -> tuple[KernelName, str]:
+    """Choose the kernel of ``attend`` by device, dtype and what a model's attention computes.
+
+    Returns:
+        ``"varlen"`` (``torch.nn.attention.varlen``), ``"spans"`` (operators of torch, span by span)
+        or ``"sdpa"`` (``scaled_dot_product_attention``, span by span), and the reason.
+
+    Raises:
+        ValueError: dropout is combined with a soft cap or sinks.
+    """
+    special = "capped scores" if softcap else "sinks" if sinks else ""
+    if dropout:
+        if special:
+            raise ValueError(
+                f"attention has {special} and dropout={dropout}, which no kernel computes together;"
+                " set the model's attention_dropout to 0"
+            )
+        return "sdpa", "only scaled_dot_product_attention has dropout"
+    if query.device.type == "cpu":
+        return "spans", "the device is a CPU"
+    if special:
+        return "spans", f"torch.nn.attention.varlen has no {special}"
     widths = (query.shape[-1], value.shape[-1])
-    fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout
-    fits = fits and max(widths) <= 256 and not any(width % 8 for width in widths)
-    if fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0):
-        return _attend_end_to_end(query, key, value, layout, scaling)
-    if query.device.type == "cpu" and not dropout:
-        q, k, v = _equally_wide(query, key, value)
-        attended: Tensor = _attend_on_cpu(q, k, v, layout.plan, scaling)[0]
-    else:
-        attended = _attend_by_length(query, key, value, layout, scaling, dropout)
-    return attended[..., : widths[1]]
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return "sdpa", f"torch.nn.attention.varlen does not compute {query.dtype}"
+    if max(widths) > 256 or any(width % 8 for width in widths):
+        return "sdpa", f"torch.nn.attention.varlen does not compute heads of {widths} numbers"
+    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "sdpa", "torch.nn.attention.varlen needs a GPU of compute capability 8.0"
+    return "varlen", "it computes all spans in one call"
+
+
+@functools.cache
+def _log_choice(name: str, reason: str, device: str) -> None:
+    log.info("attention on %s: kernel %s, because %s", device, name, reason)
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:
@@ -68,148 +141,24 @@ def _equally_wide(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
-class _EqualSpans(NamedTuple):
-    """Spans of equal lengths, computed in one call."""
-
-    size: int
-    """Number of spans."""
-    length: int
-    """Number of queries of each span."""
-    seen: int
-    """Number of keys of each span."""
-    queries: Tensor
-    """Row indices of the queries of all spans."""
-    keys: Tensor
-    """Row indices of the keys of all spans."""
-
-
-def _runs(plan: Tensor) -> list[_EqualSpans]:
-    """Decode the runs of ``Layout.plan``, which are groups of spans of equal lengths.
-
-    A plan holds the number of runs, then ``count, length, seen`` of each run, then the rows of all
-    queries, run by run, and finally the rows of all keys, run by run.
-    """
-    runs = int(plan[0])
-    alike, rows = plan[1 : 1 + 3 * runs].view(-1, 3).tolist(), plan[1 + 3 * runs :]
-    start_k = sum(count * length for count, length, _ in alike)
-    found, start = [], 0
-    for count, length, seen in alike:
-        end, end_k = start + count * length, start_k + count * seen
-        found.append(_EqualSpans(count, length, seen, rows[start:end], rows[start_k:end_k]))
-        start, start_k = end, end_k
-    return found
-
-
-def _stacked(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Select rows of ``[t, heads, d]``, and return them as ``[spans, heads, length, d]``."""
-    return x.index_select(0, rows).view(count, -1, *x.shape[1:]).transpose(1, 2)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _kernel_inputs(run: _EqualSpans, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Any]:
-    """Return a run's queries, keys and values, and its mask: None for plain causal attention."""
-    inputs = [_stacked(q, run.queries, run.size)]
-    inputs += [_stacked(x, run.keys, run.size) for x in (k, v)]
-    if run.seen <= WIDENED_LENGTH:
-        inputs = [_widen(x) for x in inputs]
-    if run.length == run.seen:
-        return inputs, None
-    mask = inputs[0].new_full((run.length, run.seen), -torch.inf)
-    return inputs, mask.triu(run.seen - run.length + 1)
-
-
-# The kernel of scaled_dot_product_attention and its gradient. Custom operators call them directly,
-# because a compiled model must not trace code that depends on the layout, and gradients need the
-# logsumexp.
-_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_KERNEL_GRADIENT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@torch.library.custom_op("primerl::attend", mutates_args=())
-def _attend_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs, ``[t, heads, d]``, and the logsumexp of the scores, ``[t, heads]``."""
-    out, logsumexp = _empty_outputs(q)
-    for run in _runs(plan):
-        inputs, mask = _kernel_inputs(run, q, k, v)
-        outputs, sums = _KERNEL(*inputs, 0.0, mask is None, attn_mask=mask, scale=scaling)
-        out.index_copy_(0, run.queries, outputs.transpose(1, 2).flatten(0, 1).to(q.dtype))
-        logsumexp.index_copy_(0, run.queries, sums.transpose(1, 2).flatten(0, 1))
-    return out, logsumexp
-
-
-def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide)
-
-
-@torch.library.custom_op("primerl::attend_backward", mutates_args=())
-def _gradients_on_cpu(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    plan: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q = q.new_empty(q.shape)
-    # Zeros, because the gradient of a key that several spans share is summed over the spans.
-    grad_k, grad_v = (torch.zeros_like(_widen(x)) for x in (k, v))
-    for run in _runs(plan):
-        inputs, mask = _kernel_inputs(run, q, k, v)
-        outputs = [_stacked(x, run.queries, run.size) for x in (gradient, out)]
-        upstream, attended = (x.to(inputs[0].dtype) for x in outputs)
-        sums = logsumexp.index_select(0, run.queries).view(run.size, run.length, -1)
-        run_gradients = _KERNEL_GRADIENT(
-            *(upstream, *inputs, attended, sums.transpose(1, 2), 0.0, mask is None),
-            attn_mask=mask,
-            scale=scaling,
-        )
-        run_q, run_k, run_v = (x.transpose(1, 2).flatten(0, 1) for x in run_gradients)
-        grad_q.index_copy_(0, run.queries, run_q.to(q.dtype))
-        grad_k.index_add_(0, run.keys, run_k.to(grad_k.dtype))
-        grad_v.index_add_(0, run.keys, run_v.to(grad_v.dtype))
-    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
-
-
-@_attend_on_cpu.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(q)
-
-
-@_gradients_on_cpu.register_fake
-def _(_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, plan, ctx.scaling = inputs
-    ctx.save_for_backward(q, k, v, *output, plan)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients_on_cpu(gradient, *ctx.saved_tensors, ctx.scaling), None, None
-
-
-_attend_on_cpu.register_autograd(_backward, setup_context=_save_inputs)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_by_length(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scaling: float,
+    dropout: float,
+    *,
+    window: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
-    runs, outputs = _runs(layout.plan.to(query.device)), []
+    runs = list(blocks(layout.plan.to(query.device), window=window, chunk=chunk))
+    outputs = []
     for run in runs:
-        q = _stacked(query, run.queries, run.size)
-        k, v = (_stacked(x, run.keys, run.size) for x in (key, value))
-        mask = causal_lower_right(run.length, run.seen) if run.length < run.seen else None
+        q = stacked(query, run.queries, run.size)
+        k, v = (stacked(x, run.keys, run.size) for x in (key, value))
+        mask = _visible_keys(run, window, query.device)
         attended = F.scaled_dot_product_attention(
             *(q, k, v),
             attn_mask=mask,
@@ -223,16 +172,66 @@ def _attend_by_length(
     return torch.cat(outputs).index_select(0, in_order)
 
 
-_VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
+def _visible_keys(run: EqualSpans, window: int, device: torch.device) -> Tensor | None:
+    """Return the mask of a block; a causal bias, with which faster kernels run, if possible."""
+    if not 0 < window < run.seen:
+        return causal_lower_right(run.length, run.seen) if run.length < run.seen else None
+    hidden = hidden_keys(run, window, device)
+    return None if hidden is None else ~hidden
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@once_per_tensor  # all layers have the same spans
+def _chunked(
+    plan: Tensor,  # noqa: ARG001  for whose lifetime the result is cached
+    spans: tuple[Any, ...],
+    chunk: int,
+    device: torch.device,
+) -> Layout:
+    """Make the layout of the chunks of spans; documents are divided from their first token on."""
+    parts = []
+    for one in spans:
+        seen = sum(end - begin for begin, end in one.keys)
+        offset, begin = seen - one.end, one.begin  # from rows to positions
+        while begin < one.end:
+            first = (begin + offset) // chunk * chunk
+            end = min(one.end, first + chunk - offset)
+            parts.append(Span(begin, end, _slice(one.keys, first, end + offset)))
+            begin = end
+    return lay_out(tuple(parts), device)
+
+
+def _slice(
+    ranges: tuple[tuple[int, int], ...], first: int, last: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of the rows ``first .. last - 1`` of ``ranges``."""
+    kept = []
+    for begin, end in ranges:
+        low, high = max(first, 0), min(last, end - begin)
+        if low < high:
+            kept.append((begin + low, begin + high))
+        first, last = first - (end - begin), last - (end - begin)
+    return tuple(kept)
 
 
 def _attend_end_to_end(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    scaling: float,
+    *,
+    window: int | None = None,
 ) -> Tensor:
     kernel: Any = varlen_attn
     options: dict[str, Any] = {"scale": scaling}
     if "window_size" in _VARLEN_ARGUMENTS:
-        options["window_size"] = (-1, 0)
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is not None and window < layout.max_keys:  # torch 2.11
+        by_length: Tensor = _attend_by_length(
+            query, key, value, layout, scaling, 0.0, window=window
+        )
+        return by_length
     else:
         options["is_causal"] = True
     if key.shape[1] != query.shape[1]:

@@ -54,8 +54,8 @@ def reason_against_triton(query: Tensor, width: int) -> str | None:
     """Return why Triton's kernel can't be used for a query, or None if it can."""
     if not query.is_cuda:
         return f"it runs on CUDA devices, not on {query.device.type}"
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in 16 bits, not in {query.dtype}"
+    if query.dtype != torch.bfloat16:  # gradients of scores can exceed the range of float16
+        return f"it computes in bfloat16, not in {query.dtype}"
     if torch.are_deterministic_algorithms_enabled():
         return "it adds the gradients of keys in no fixed order, against the deterministic mode"
     for size in (width, query.shape[2] - width):
@@ -183,4 +183,11 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return *_gradients(gradient, *ctx.saved_tensors, ctx.scaling), *(None,) * 5
 
 
+def _refuse_second_derivative(*_: Any) -> None:
+    raise RuntimeError(
+        "sparse attention has no second derivative; compute gradients without create_graph=True"
+    )
+
+
 _attend.register_autograd(_backward, setup_context=_save_inputs)
+_gradients.register_autograd(_refuse_second_derivative)

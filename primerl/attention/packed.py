@@ -5,27 +5,31 @@ document may share its first tokens with an earlier document, and then uses the 
 that document.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from primerl._common.optional import require
-from primerl.attention.documents import Layout, batch_layout
+from primerl.attention.documents import Layout, batch_layout, token_positions
 from primerl.attention.kernels import attend
 
 # Arguments of attention that do not affect which tokens are seen.
 _IGNORED = frozenset({"position_ids", "logits_to_keep", "dropout"})
-_LONGEST: ContextVar[int] = ContextVar("_LONGEST", default=0)
-"""Number of tokens of the longest document on this rank, in the current forward pass."""
 _PACKED: ContextVar[bool] = ContextVar("_PACKED", default=False)
 """Whether the current forward pass has several documents."""
-# The dtype of a mask that only marks a batch as packed.
-_PACKED_MARK = torch.int8
+# Arguments of some models' attention that ``attend`` computes.
+_COMPUTED = frozenset({"sliding_window", "softcap", "s_aux"})
+# The dtype of a mask that only carries ``AttentionLimits`` in its shape.
+_MARK = torch.int8
+SWITCH_BACK = (
+    "loss.model_logprobs switched this model to it: to generate or to pad, call "
+    "model.set_attn_implementation('sdpa') first"
+)
 
 
 def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> None:
@@ -40,55 +44,76 @@ def switch_attention(model: nn.Module, name: str, attention: Any, mask: Any) -> 
 
 
 @contextmanager
-def require_documents(documents: Layout | None, position_ids: Tensor) -> Iterator[None]:
+def require_documents(documents: Layout | None) -> Iterator[None]:
     """Make attention raise, in this context, if it can't find the documents of a pack.
 
     It finds them if it receives ``documents`` or positions. Otherwise it would treat each row as
     one document. A pack of one document needs neither.
     """
-    packed = documents is not None and len(documents.spans) > 1
-    before = _PACKED.set(packed), _LONGEST.set(int(position_ids.max()) + 1)
+    before = _PACKED.set(documents is not None and len(documents.spans) > 1)
     try:
         yield
     finally:
-        _PACKED.reset(before[0])
-        _LONGEST.reset(before[1])
+        _PACKED.reset(before)
 
 
-def no_mask(
+def is_packed() -> bool:
+    """Whether the current forward pass has several documents."""
+    return _PACKED.get()
+
+
+class AttentionLimits(NamedTuple):
+    """The limits of a layer's attention: a window, or the length of chunks."""
+
+    window: int | None = None
+    chunk: int | None = None
+    packed: bool = False
+    """Whether ``transformers`` found several documents in a row of the batch."""
+
+
+def limits_as_mask(
     *_: Any,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
     **_others: Any,
 ) -> Tensor | None:
-    """Return no mask (None), or a mask whose presence makes packed attention raise an error.
+    """Return a mask whose shape says a layer's window or chunks, or the caller's padding.
 
-    This is an entry of ``AttentionMaskInterface``. Attention must refuse a caller's padding and a
-    window shorter than a document. Some models pass the window only in their mask, so this function
-    returns a mask for such a window. (Other models request this mask but don't use it.)
+    This is an entry of ``AttentionMaskInterface``. The shape is ``[1, kind, packed, size]``, where
+    the kind is 2 for chunks. Without a window and without several documents, the mask is None.
+    Windows are read from here, because some models pass them to attention only in their mask.
     """
-    if local_size is not None and _is_exceeded(local_size):
-        return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
-    return None if attention_mask is None or attention_mask.all() else attention_mask
-
-
-def batch_mask(*_: Any, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:
-    """Return the mask of ``no_mask``; if that is None and the batch is packed, return a marker.
-
-    This is an entry of ``AttentionMaskInterface``. ``transformers`` detects packed batches, and
-    the marker tells attention functions that receive neither documents nor positions.
-    """
-    mask = no_mask(**others)
+    if attention_mask is not None and not attention_mask.all():
+        return attention_mask
     # In a trace, transformers treats every batch as packed.
     packed = not (allow_is_causal_skip or torch.compiler.is_compiling() or _PACKED.get())
-    if mask is None and packed:
-        return torch.zeros(1, 1, 1, 1, dtype=_PACKED_MARK)
-    return mask
+    if local_size is None and not packed:
+        return None
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return torch.zeros(1, 1 + chunked, int(packed), local_size or 0, dtype=_MARK)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _is_exceeded(window: int) -> bool:
-    return _LONGEST.get() > window
+def read_limits(module: nn.Module, mask: Tensor | None) -> AttentionLimits:
+    """Return the limits that ``limits_as_mask`` wrote into the shape of a mask.
+
+    Raises:
+        ValueError: it is another mask, as of padding.
+    """
+    if mask is None:
+        return AttentionLimits()
+    if mask.dtype != _MARK:
+        raise ValueError(
+            f"{type(module).__name__} got a mask of shape {list(mask.shape)}, as for padding; "
+            f"packed attention has no masks. {SWITCH_BACK}"
+        )
+    _, kind, packed, size = mask.shape
+    return AttentionLimits(
+        window=size if size and kind == 1 else None,
+        chunk=size if size and kind == 2 else None,
+        packed=bool(packed),
+    )
 
 
 def packed_attention(
@@ -105,21 +130,19 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Entry of transformers' ``AttentionInterface``: causal attention within each document."""
     batch, _, length, _ = query.shape
-    marked = attention_mask is not None and attention_mask.dtype == _PACKED_MARK
-    computed = length == key.shape[2] and (attention_mask is None or marked)
-    if documents is None and computed:
-        documents = _layout_by_positions(module, asked.get("position_ids"), query, marked=marked)
-    if documents is not None:
-        refuse_other_attention(module, documents.max_keys, asked)
-    if documents is None or not computed:
+    limits = read_limits(module, attention_mask)
+    if length != key.shape[2]:
         raise ValueError(
-            f"{type(module).__name__} got a mask, as for padding or for a window shorter than a "
-            "document, or a cache; packed attention computes full causal attention. "
-            "loss.model_logprobs switched this model to it: to generate or to pad, call "
-            "model.set_attn_implementation('sdpa') first"
+            f"{type(module).__name__} got a cache of keys; packed attention has none. {SWITCH_BACK}"
         )
+    if documents is None:
+        documents = _layout_by_positions(
+            module, asked.get("position_ids"), query, marked=limits.packed
+        )
+    options = attention_options(module, documents.max_keys, limits, asked)
+    query = scaled_by_position(module, query, lambda: documents)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout)
+    attended = attend(q, k, v, documents, scaling=scaling, dropout=dropout, **options)
     return attended.reshape(batch, length, *attended.shape[1:]), None
 
 
@@ -146,12 +169,76 @@ def _layout_by_positions(
     return batch_layout(position_ids, batch, query.device)
 
 
-def not_passed_on(module: nn.Module) -> str:
-    """Return the error message for an attention module that did not receive the documents."""
+def not_passed_on(module: nn.Module | type) -> str:
+    """Return the error message for a module, or its class, that did not receive the documents."""
+    kind = module if isinstance(module, type) else type(module)
     return (
-        f"{type(module).__name__} does not receive the documents that its model was called with, "
+        f"{kind.__name__} does not receive the documents that its model was called with, "
         "because the model's layers don't pass on arguments that they don't know"
     )
+
+
+def attention_options(
+    module: nn.Module, longest: int, limits: AttentionLimits, asked: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of ``attend`` for what a layer's mask and arguments ask for.
+
+    Args:
+        module: the layer's attention module.
+        longest: number of tokens of the longest document.
+        limits: the limits that the layer's mask says.
+        asked: the arguments that the module passes to its attention function.
+
+    Raises:
+        ValueError: the layer asks for something that packed attention does not compute, such as
+            sparse indices, or its mask and its arguments name different windows.
+    """
+    window = asked.get("sliding_window")
+    if window is not None and min(window, longest) != min(limits.window or longest, longest):
+        raise ValueError(
+            f"{type(module).__name__} has a window of {window} keys, but its mask has "
+            f"{limits.window or 'none'}; packed attention cannot say which of them is right"
+        )
+    others = {name: value for name, value in asked.items() if name not in _COMPUTED}
+    refuse_other_attention(module, longest, others)
+    return {
+        "window": limits.window,
+        "chunk": limits.chunk,
+        "softcap": asked.get("softcap"),
+        "sinks": asked.get("s_aux"),
+    }
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _scales(module: Any, layout: Layout, like: Tensor) -> Tensor:
+    batch, _, length, _ = like.shape
+    right = token_positions(layout.plan, layout.spans, like.device).view(batch, length)
+    both = torch.stack([right, torch.arange(length, device=like.device).expand_as(right)])
+    steps = torch.floor((both.float() + 1) / module.floor_scale)
+    scales = torch.log1p(steps) * module.attn_scale + 1
+    ratios: Tensor = scales[0] / scales[1]
+    return ratios[:, None, :, None]
+
+
+def scaled_by_position(
+    module: nn.Module, query: Float[Tensor, "b heads t d"], own: Callable[[], Layout]
+) -> Float[Tensor, "b heads t d"]:
+    """Correct the scales of Llama 4's queries, which count positions in the whole row of tokens.
+
+    Its layers without rotary embeddings scale queries by a function of the position, and take the
+    position from the place in the row. Other models' queries are returned as they are.
+
+    Args:
+        module: the layer's attention module.
+        query: the queries of this rank.
+        own: returns the layout of the spans in the rank's rows.
+    """
+    scales = getattr(module, "attn_temperature_tuning", False)
+    if not scales or getattr(module, "use_rope", True):
+        return query
+    factors: Tensor = _scales(module, own(), query)
+    scaled: Tensor = query * factors.to(query.dtype)
+    return scaled
 
 
 def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any]) -> None:
@@ -162,8 +249,8 @@ def refuse_other_attention(module: nn.Module, longest: int, asked: dict[str, Any
     window = asked.get("sliding_window")
     if window is not None and longest > window:
         raise ValueError(
-            f"a document of {longest} tokens exceeds the attention window of {window}; packed "
-            "attention computes full causal attention"
+            f"a document of {longest} tokens exceeds the attention window of {window}; "
+            f"{type(module).__name__} computes full causal attention"
         )
     if asked.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise ValueError(

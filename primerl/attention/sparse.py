@@ -103,10 +103,22 @@ class LatentAttention(nn.Module):
         need no code of their own.
         """
         module: Any = self
+        _refuse_adapter_dropout(module.kv_b_proj)
         units = torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device)
         both = module.kv_b_proj(units).view(len(units), module.num_heads, -1)
         keys, values = both.tensor_split([module.qk_nope_head_dim], dim=-1)
         return keys, values
+
+
+def _refuse_adapter_dropout(projection: nn.Module) -> None:
+    """Refuse an adapter with dropout on the layer that expands latents."""
+    for name, module in projection.named_modules(prefix="kv_b_proj"):
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            raise ValueError(
+                f"{name} has dropout (p={module.p}), which would drop the same entries of all "
+                "latents in documents of more than index_topk tokens; use lora_dropout=0, or leave "
+                "kv_b_proj out of target_modules"
+            )
 
 
 def attend_sparsely(

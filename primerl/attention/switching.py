@@ -8,13 +8,17 @@ from torch import Tensor, nn
 from primerl.attention.admission import (
     CONTEXT_ATTENTION,
     MASKED_ATTENTION,
+    MASKED_BY_DOCUMENT,
     PACKED_ATTENTION,
+    chooses_keys,
     is_sparse,
     refuse_leaking_layers,
     unsupported_rope_lengths,
 )
 from primerl.attention.documents import Layout, find_documents, lay_out
-from primerl.attention.packed import batch_mask, packed_attention, switch_attention
+from primerl.attention.masked import attend_under_masks
+from primerl.attention.mixers import mix_by_document
+from primerl.attention.packed import limits_as_mask, packed_attention, switch_attention
 from primerl.attention.sparse import attend_sparsely
 
 
@@ -22,7 +26,7 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
     """Switch a model with ``sdpa`` or ``eager`` attention to attend within each document.
 
         documents = attention.attend_by_document(model, position_ids)
-        with attention.require_documents(documents, position_ids):
+        with attention.require_documents(documents):
             model(token_ids[None], position_ids=position_ids[None], documents=documents)
 
     Sparse attention also chooses keys within each document. Flash attention reads positions itself
@@ -48,8 +52,10 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
     if is_sparse(model):
         attend_sparsely(model)
         return layout
+    if chooses_keys(model) and config._attn_implementation in MASKED_ATTENTION:
+        attend_under_masks(model)
     if config._attn_implementation in MASKED_ATTENTION:
-        switch_attention(model, PACKED_ATTENTION, packed_attention, batch_mask)
+        switch_attention(model, PACKED_ATTENTION, packed_attention, limits_as_mask)
         if config._attn_implementation != PACKED_ATTENTION and len(documents) > 1:
             raise ValueError(
                 f"{config.model_type} has its own attention implementation, which would let "
@@ -57,13 +63,16 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
             )
     if len(documents) > 1:
         refuse_leaking_layers(model)
+        if not chooses_keys(model):
+            mix_by_document(model)
         limit = unsupported_rope_lengths(config)
         if layout.max_keys > limit:
             raise ValueError(
                 f"{config.model_type} rotates all documents of a batch like its longest, which has "
                 f"{layout.max_keys} tokens, above {limit:.0f}; pack one document per batch"
             )
-    if config._attn_implementation != PACKED_ATTENTION and any(d.shared for d in documents):
+    own = config._attn_implementation not in (PACKED_ATTENTION, MASKED_BY_DOCUMENT)
+    if own and any(d.shared for d in documents):
         raise ValueError(
             f"documents share tokens, which {config._attn_implementation} does not support; load "
             "the model with attn_implementation='sdpa', or pack without share_prefixes"

@@ -248,7 +248,7 @@ def _score(
     documents = attend_by_document(model, position_ids)
 
     def run() -> Tensor:
-        with require_documents(documents, position_ids):
+        with require_documents(documents):
             return model(  # type: ignore[no-any-return]
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),

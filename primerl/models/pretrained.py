@@ -18,6 +18,7 @@ from primerl._common.checkpoint_tensors import (
 )
 from primerl._common.files import saved_folder
 from primerl._common.model_names import require_model
+from primerl._common.multimodal import auto_class, freeze_encoders
 from primerl._common.optional import require
 from primerl._common.progress import report
 from primerl._common.ranks import on_first_rank_gathering
@@ -30,6 +31,8 @@ def load_pretrained(
     model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer: ``(model, tokenizer)``.
+
+    Encoders of images and sound are loaded, too, and frozen: the language model is trained on text.
 
     Args:
         model: a folder, or a hub id such as ``"Qwen/Qwen3-0.6B"``.
@@ -44,7 +47,9 @@ def load_pretrained(
     folder = Path(name)
     report("loading the model", name)
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        config = transformers.AutoConfig.from_pretrained(name)
+        loaded = auto_class(config).from_pretrained(name, dtype=dtype)
+        freeze_encoders(loaded)
         return loaded, transformers.AutoTokenizer.from_pretrained(name)
     except OSError as error:
         where = "" if folder.exists() else f"there is no folder {name} here, and "

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from primerl._common.adapters import has_adapters
 from primerl._common.checkpoint_tensors import SCALES, distinct_tensors
 from primerl._common.files import member
+from primerl._common.multimodal import auto_class, freeze_encoders
 from primerl._common.optional import require
 from primerl._common.progress import report
 from primerl._common.ranks import local_part
@@ -32,6 +33,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> Any:
     """Build a causal language model without values, on the ``meta`` device, from its config.
+
+    As in ``load_pretrained``, encoders are built, too, and frozen.
 
         model = models.empty_model(folder)
         parallel.shard(model, mesh)
@@ -52,7 +55,8 @@ def empty_model(model: str | os.PathLike[str], *, dtype: torch.dtype = torch.flo
     if hasattr(config, "quantization_config"):  # the built model is not quantized
         del config.quantization_config
     with torch.device("meta"):
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        made = auto_class(config).from_config(config, dtype=dtype)
+    freeze_encoders(made)
     with contextlib.suppress(OSError):  # many models have none
         generation = transformers.GenerationConfig.from_pretrained(os.fspath(model))
         made.generation_config.update(**generation.to_diff_dict())

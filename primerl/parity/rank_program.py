@@ -96,9 +96,9 @@ def _one_process(
         _require_refusal(model, drawn, refusal)
         raise
     try:
-        sequences = sampled(model, drawn)
+        sequences = sampled(plain_family(name, **settings), drawn)
         references = {
-            optimizer: train(tiny_family(name, **settings), sequences, optimizer=optimizer)
+            optimizer: train(plain_family(name, **settings), sequences, optimizer=optimizer)
             for optimizer in sorted(optimizers)
         }
     except BUILD_ERRORS as error:
@@ -107,6 +107,18 @@ def _one_process(
     model = tiny_family(name, **settings)
     ours = parity_training.train(model, batches, references["adamw"], all_sum=torch.as_tensor)
     return _Alone(sequences, references, list(differences(ours, references["adamw"])))
+
+
+def plain_family(name: str, **settings: Any) -> Any:
+    """Make a family's tiny model with the attention of its definition.
+
+    With capped scores that is ``eager``: in transformers, ``sdpa`` does not cap them.
+    """
+    model = tiny_family(name, **settings)
+    text = model.config.get_text_config(decoder=True)
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return model
 
 
 def _require_refusal(model: Any, drawn: list[ReferenceDocument], refusal: ValueError) -> None:

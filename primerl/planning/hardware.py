@@ -31,6 +31,9 @@ class Hardware:
     fp8_products: float = _fraction(0.37)
     """(b) Fraction that products in FP8 reach with torch's kernels, quantization included: 370
     TFLOP/s, half of what bfloat16 reaches."""
+    server_fp8_products: float = _fraction(0.48)
+    """(c) Fraction that servers reach in FP8, experts included: 52,300 tokens/s of prompts on 8
+    H100, DeepSeek-V3 with experts on 32 GPUs (SGLang, lmsys.org, May 2025)."""
     grouped: float = _fraction(0.6)
     """(d) Speed of products grouped by expert, relative to those of one matrix."""
     attention: float = _fraction(0.35)
@@ -54,6 +57,8 @@ class Hardware:
     """(d) Bytes/s that a GPU sends to others of its node; (a) says 450."""
     network: float = _speed(44.26e9)
     """(c) Bytes/s that a GPU sends to other nodes, by RDMA."""
+    exchange_s: float = attrs.field(default=20e-6, validator=[ge(0), lt(math.inf)])
+    """(d) Seconds of sending a few tokens to their experts, or back, on top of their bytes."""
     disk: float = _speed(2e9)
     """(d) Bytes/s that a node writes to, or reads from, the shared file system."""
     copying: float = _speed(10e9)

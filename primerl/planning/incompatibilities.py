@@ -105,8 +105,6 @@ _ATTEMPTS: dict[Pair, Callable[[], Any]] = {
     ("sparse attention", "context parallel by ulysses"): lambda: _sharded(
         "glm_moe_dsa", cp=2, context="ulysses"
     ),
-    ("linear attention", "packed documents"): lambda: _sharded("qwen3_next"),
-    ("attention sinks", "packed documents"): lambda: _sharded("gpt_oss"),
     ("a dense model", "expert parallel"): lambda: _sharded("qwen3", ep=2),
     ("MXFP8 training", "FP8 publications"): _publish_mxfp8,
     ("transposed experts", "FP8 publications"): _publish_transposed_experts,

@@ -74,19 +74,21 @@ def publication_times(
         "convert": received * PASSES_OF_MEMORY / (speeds.memory * speeds.memory_fraction),
         "copy to host memory": share / speeds.pcie,
     }
-    hashing = traffic.weights / (threads * speeds.hashing)
+    needed = server.weights_of(workers)
+    # Hashed once for the host, and once more by each worker that loads it.
+    hashing = (needed + workers * server.weights) / (threads * speeds.hashing)
     pause = {"pause": server.weights / speeds.copying}
     full = {
         "encode": share / speeds.hashing + share / speeds.copying,
         "write": of_node / writing,
-        "read": traffic.weights / reading,
+        "read": needed / reading,
         "patch and hash": hashing,
     }
     delta = {
         "encode": share / (speeds.threads * speeds.encoding),
         "write": of_node * changed / writing,
         "read": traffic.weights_delta / reading,
-        "patch and hash": traffic.weights / (threads * speeds.patching) + hashing,
+        "patch and hash": needed / (threads * speeds.patching) + hashing,
     }
     return {
         "full": PublicationTime(start=start, beside=full | pause),

@@ -59,7 +59,7 @@ class Plan:
             if rows:
                 page.print(_table(title, columns, rows))
         for one in self.impossible:
-            page.print(f"refused: {one}", markup=False)
+            page.print(f"does not fit: {one}", markup=False)
         return out.getvalue()
 
     def _tables(self) -> Iterable[tuple[str, list[str], list[list[str]]]]:

@@ -12,7 +12,7 @@ from primerl.planning.allowances import Allowances
 from primerl.planning.hardware import Hardware
 from primerl.planning.incompatibilities import refused_pairs
 from primerl.planning.report import Plan
-from primerl.planning.rollout_time import PlannedStep
+from primerl.planning.rollout_time import PlannedStep, stored_bytes
 from primerl.planning.server_memory import plan_server, published_layers
 from primerl.planning.sizes import model_size
 from primerl.planning.step_time import plan_step
@@ -102,6 +102,10 @@ def plan_run(
         name: [sum(one) for one in published_layers(model, dtype=torch.bfloat16, quantize=quantize)]
         for name, quantize in quantizers.items()
     }
+    server = next(iter(plans.values()))
+    stored = 0
+    if workload is not None and workload.prefill_servers and server.refusal is None:
+        stored = stored_bytes(model.config, server, workload)
     storage = _storage(
         model,
         trainers[0],
@@ -110,10 +114,11 @@ def plan_run(
         step_tokens=step_tokens,
         steps=steps,
         max_staleness=max_staleness,
+        served=server.weights_of(min(server.gpus, trainers[0].layout.gpus_per_node)),
+        keys_and_values=stored,
     )
     times = {}
     if workload is not None:
-        server = next(iter(plans.values()))
         times = {
             str(one.layout): plan_step(
                 *(model.config, one, server, traffic),

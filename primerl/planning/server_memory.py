@@ -44,6 +44,12 @@ class ServerPlan:
     refusal: str | None = None
     """The constraint that the server violates; None if it fits."""
 
+    def weights_of(self, workers: int) -> int:
+        """Return the bytes of the published weights that so many consecutive GPUs need together."""
+        elsewhere = self.published - self.weights  # the experts of all other GPUs
+        others = min(workers, self.ep) - 1
+        return self.weights + (elsewhere * others // (self.ep - 1) if others else 0)
+
 
 def plan_server(
     model: nn.Module,

@@ -10,7 +10,7 @@ from primerl import flops
 from primerl.planning.compute_time import compute_seconds, orthogonalized
 from primerl.planning.hardware import Hardware
 from primerl.planning.publication_time import PublicationTime, publication_times
-from primerl.planning.rollout_time import PlannedStep, rollout_seconds
+from primerl.planning.rollout_time import PlannedStep, rollout_seconds, stored_bytes
 from primerl.planning.server_memory import ServerPlan
 from primerl.planning.traffic import Traffic
 from primerl.planning.trainer_memory import TrainerLayout, TrainerPlan
@@ -129,7 +129,11 @@ def plan_step(
 
     link, named = (speeds.network, "network") if layout.nodes > 1 else (speeds.nvlink, "NVLink")
     every = f"FLOPs as coded, {workload.rollouts} rollouts of {workload.tokens:,} tokens"
-    rollouts, evaluation, unknown = _played(config, server, workload, speeds, fp8=fp8)
+    rollouts, evaluation, unknown = _played(
+        config, server, workload, speeds, gpus_per_node=layout.gpus_per_node, fp8=fp8
+    )
+    if rollouts and workload.prefill_servers:
+        rollouts.append(_stored(config, server, workload, layout.gpus_per_node, speeds))
     phases = [
         PlannedPhase(name="forward", seconds=each * sum(forward.values()), source=every),
         PlannedPhase(
@@ -197,32 +201,66 @@ def plan_step(
 
 
 def _played(
-    config: Any, server: ServerPlan, workload: PlannedStep, speeds: Hardware, *, fp8: bool
+    config: Any,
+    server: ServerPlan,
+    workload: PlannedStep,
+    speeds: Hardware,
+    *,
+    gpus_per_node: int,
+    fp8: bool,
 ) -> tuple[list[PlannedPhase], list[PlannedPhase], dict[str, str]]:
     """Return the phases of rollouts and of an evaluation, or why they have no times."""
     if server.refusal:
         reason = f"the server is refused: {server.refusal}"
         return [], [], {"rollouts": reason, "evaluation": reason}
 
-    def seconds(rollouts: int) -> float:
-        return rollout_seconds(config, server, workload, speeds, rollouts=rollouts, fp8=fp8)
+    def seconds(rollouts: int, *, updates: int) -> float:
+        return rollout_seconds(
+            config,
+            server,
+            workload,
+            speeds,
+            rollouts=rollouts,
+            updates=updates,
+            gpus_per_node=gpus_per_node,
+            fp8=fp8,
+        )
 
     steps = workload.steps_in_flight
+    serving = f"{workload.servers * server.gpus} GPUs"
+    if workload.prefill_servers:
+        serving += f" decode and {workload.prefill_servers * server.gpus} prefill"
+    else:
+        serving += " serve"
     trained = PlannedPhase(
         name="rollouts",
-        seconds=seconds(workload.rollouts * steps) / steps,
+        seconds=seconds(workload.rollouts * steps, updates=steps) / steps,
         source=(
-            f"{workload.servers * server.gpus} GPUs serve {steps} steps at once; prefill by FLOPs, "
-            "decoding by bytes"
+            f"{serving} {steps} steps at once; prefill by FLOPs, again after each update; decoding "
+            "by bytes"
         ),
         beside="the step",
     )
     evaluated = PlannedPhase(
         name="evaluation",
-        seconds=seconds(workload.evaluated),
+        seconds=seconds(workload.evaluated, updates=0),
         source=f"{workload.evaluated} rollouts like those of a step, on otherwise idle servers",
     )
     return [trained], [evaluated], {}
+
+
+def _stored(
+    config: Any, server: ServerPlan, workload: PlannedStep, gpus_per_node: int, speeds: Hardware
+) -> PlannedPhase:
+    """The phase in which prefill servers store keys and values, and the others load them."""
+    stored = stored_bytes(config, server, workload)
+    nodes = server.gpus / gpus_per_node * min(workload.servers, workload.prefill_servers)
+    return PlannedPhase(
+        name="keys and values",
+        seconds=stored / (speeds.disk * nodes),
+        source=f"{stored / 1e9:.0f} GB from prefill servers to files, and from there; disk",
+        beside="the step",
+    )
 
 
 def _dispatched(config: Any, workload: PlannedStep, dtype: torch.dtype) -> int:

@@ -25,7 +25,8 @@ class StoragePlan:
 
     run_folder: dict[str, int]
     shared_folder: dict[str, int]
-    """Weights and expert routes in transit. On one host, this folder is in its ``/dev/shm``."""
+    """Weights, expert routes, and keys and values in transit. On one host, this folder is in its
+    ``/dev/shm``."""
     models: dict[str, int]
     """The checkpoints from which the trainer and the servers start."""
     training_node: dict[str, int]
@@ -74,6 +75,8 @@ def plan_storage(
     step_tokens: int,
     steps: int,
     max_staleness: int,
+    served: int,
+    keys_and_values: int = 0,
     checkpoints: int = 2,
     snapshot_every: int = 16,
 ) -> StoragePlan:
@@ -90,12 +93,15 @@ def plan_storage(
         steps: the number of policy steps.
         max_staleness: the maximum staleness of trained tokens: routes of so many further steps are
             in transit.
+        served: published bytes that the workers of a serving node need together.
+        keys_and_values: bytes that prefill servers store in a step (``serving.kv_folder``).
         checkpoints: the number of checkpoints that are kept, as in ``checkpoint.Checkpoints``.
         snapshot_every: every so many versions, one is published in full, as in ``weights.Disk``.
     """
     state = _state_bytes(trainer)
     versions = 2 * _largest_share(published, trainer.layout)
     deltas = snapshot_every - 1
+    stored = {"keys and values under 2 versions": 2 * keys_and_values} if keys_and_values else {}
     return StoragePlan(
         checkpoint=state,
         run_folder={
@@ -107,7 +113,8 @@ def plan_storage(
             "weights: 2 full versions, 1 of them being written": 2 * traffic.weights,
             f"weights: {deltas} deltas": deltas * traffic.weights_delta,
             f"routes of {max_staleness + 1} steps": (max_staleness + 1) * traffic.routes,
-        },
+        }
+        | stored,
         models=dict(models),
         training_node={
             "optimizer states": trainer.host_per_node,
@@ -117,7 +124,7 @@ def plan_storage(
             ),
             "2 versions of the weights of owned layers": versions,
         },
-        serving_node={"2 full versions of the weights": 2 * traffic.weights},
+        serving_node={"2 full versions of the weights that its workers need": 2 * served},
     )
 
 

@@ -22,7 +22,7 @@ class Traffic:
     routes: int
     """Bytes of routes of all tokens of a step, before compression."""
     weights: int
-    """Bytes of a full publication, which each server reads."""
+    """Bytes of a full publication."""
     weights_delta: int
     """Bytes of the delta to the previous version."""
 

@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 
 from primerl import optim, parallel
 from primerl._common.checkpoint_tensors import LAYER
+from primerl._common.expert_modules import expert_modules
 from primerl._common.ranks import local_part
 from primerl.planning.activation_memory import Activations, measure_activations
 from primerl.planning.allowances import Allowances
 from primerl.planning.virtual_ranks import imagined_ranks
 
 GIB = 2**30
+MAX_TOKENS = 2**24
+"""The maximum number of tokens of a traced micro-batch, whose positions have values."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 Prepare = Callable[[Any, parallel.Mesh], Optimizer]
 """A recipe's setup function, ``(model, mesh) -> optimizer``, which also shards the model."""
@@ -146,21 +149,21 @@ def plan_trainers(
         prepare: the recipe's setup code, up to the optimizer. With a mesh whose ``parameters`` is
             None, it must leave the model unsharded, but computing as a rank does.
         layouts: layouts of the ranks.
-        tokens: the number of tokens of a micro-batch, which ``cp`` ranks share; 0 to leave out
-            activations.
+        tokens: the number of tokens of a micro-batch, at most 2^24, which ``cp`` ranks share; 0 to
+            leave out activations.
         gpu_bytes: usable memory per GPU.
         dtype: dtype that layers compute in, as in ``parallel.shard``.
         ranks: the ranks to imagine, each of which prepares the model once; -1 is the last. Shards
             are equal, unless a size is not a multiple of the number of ranks; then rank 0 has most.
         allowances: what a GPU needs beside tensors; None: nothing.
     """
-    activations: dict[tuple[int, int], Activations] = {}
+    activations: dict[tuple[int, int, bool], Activations] = {}
     plans = []
     for layout in layouts:
         found: list[RankMemory] = []
         refusal = None
         try:
-            key = (layout.ep, layout.cp)
+            key = (layout.ep, layout.cp, layout.ranks == 1)
             if key not in activations:
                 activations[key] = _activations(build, prepare, layout, tokens=tokens, dtype=dtype)
             for rank in sorted({one % layout.ranks for one in ranks}):
@@ -200,14 +203,22 @@ def _activations(
     tokens: int,
     dtype: torch.dtype,
 ) -> Activations:
-    """Measure a rank's activations, without sharding: a running layer's parameters are whole."""
+    """Measure a rank's activations, without sharding: a running layer's parameters are whole.
+
+    Several ranks gather parameters in the dtype of computation. One rank casts them in each forward
+    pass, and the casts count as activations, except for mixtures of experts.
+    """
     if tokens % layout.cp:
         raise ValueError(f"context: {tokens} tokens are not divisible by cp={layout.cp}")
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"context: {tokens} tokens are more than can be traced ({MAX_TOKENS})")
     if not tokens:
         return Activations(kept=0, working=0, host=0)
 
     def unsharded() -> Any:
-        model = build().to(dtype)
+        model = build()
+        if layout.ranks > 1 or expert_modules(model):
+            model = model.to(dtype)
         prepare(model, attrs.evolve(_mesh(layout), parameters=None))
         return model
 

@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import threading
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,7 @@ import attrs
 import numpy as np
 
 from primerl._common.shared_folder import SharedFolder
-from primerl.replay.file_server import NAME, content_path
+from primerl.replay.file_server import NAME, content_path, remove
 from primerl.replay.recordings import (
     RecordingHead,
     content_digest,
@@ -218,6 +219,17 @@ class Store:
             f"of another request ({len(wrong)} trained tokens have missing or wrong routes)"
         )
 
+    def discard(self, references: Iterable[str]) -> int:
+        """Remove the routes of references that will not be trained; return how many were removed.
+
+        Inline routes, missing ones and those of other stores are ignored.
+        """
+        folder = self._path
+        if folder is None:
+            return 0
+        names = {name for ref in references if (name := self._name(folder, ref)) is not None}
+        return sum(remove(folder, name) for name in names)
+
     def __getstate__(self) -> dict[str, Any]:
         if self._path is None:
             raise RuntimeError("the store is not open; copy or pickle it within its `with`")
@@ -291,14 +303,20 @@ class Store:
         return found
 
     def _file_head(self, folder: Path, reference: str) -> RecordingHead:
-        name = reference.rpartition("/")[2].partition(".")[0]
-        if not NAME.fullmatch(name) or self._reference(folder, name) != reference:
+        name = self._name(folder, reference)
+        if name is None:
             raise ValueError("the reference is not from this store")
         try:
             with opened(FilePlace(folder, name)) as (read, total):
                 return read_recording_head(read, total=total)
         except FileNotFoundError:
             raise ValueError("its file was discarded, or removed to make room") from None
+
+    def _name(self, folder: Path, reference: str) -> str | None:
+        """Return the name of a reference's file; None if it is not of this store, or inline."""
+        name = reference.rpartition("/")[2].partition(".")[0]
+        known = NAME.fullmatch(name) and self._reference(folder, name) == reference
+        return name if known else None
 
     def _checked(
         self, rows: np.ndarray, *, start: int, versions: np.ndarray, shared: int

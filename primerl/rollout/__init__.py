@@ -25,6 +25,7 @@ from primerl.rollout.environments.environment import Environment, RewardError, c
 from primerl.rollout.environments.isolation import isolated
 from primerl.rollout.environments.verifiers_adapter import verifiers
 from primerl.rollout.evaluations import Evaluation
+from primerl.rollout.ray_actors.environment import on_ray
 from primerl.rollout.renderers.loading import load_renderer
 from primerl.rollout.scoring import NoScores, score_samples, with_scores
 from primerl.rollout.tasks.difficulty_pools import DifficultyPools
@@ -74,6 +75,7 @@ __all__ = [
     "isolated",
     "load_groups",
     "load_renderer",
+    "on_ray",
     "evaluate_tasks",
     "combine_environments",
     "run_agent",

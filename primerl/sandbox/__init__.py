@@ -8,7 +8,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from primerl.sandbox.errors import BadReply, Probe, SandboxError, SandboxUnavailable
+    from primerl.sandbox.errors import (
+        BadReply,
+        Probe,
+        SandboxError,
+        SandboxLost,
+        SandboxNotStarted,
+        SandboxUnavailable,
+    )
     from primerl.sandbox.grading import Case, CaseVerdict, grade
     from primerl.sandbox.pool import SandboxPool
     from primerl.sandbox.repositories import (
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
     from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
     from primerl.sandbox.tiers import probe
+    from primerl.sandbox.tiers.on_ray.hosts import RayHosts
     from primerl.sandbox.verifiers_adapter import SandboxEnv, SandboxEnvConfig, verifiers_runtime
 
 _LAZY = {
@@ -33,7 +41,10 @@ _LAZY = {
     "Root": "results",
     "SandboxEnv": "verifiers_adapter",
     "SandboxEnvConfig": "verifiers_adapter",
+    "RayHosts": "tiers.on_ray.hosts",
     "SandboxError": "errors",
+    "SandboxLost": "errors",
+    "SandboxNotStarted": "errors",
     "SandboxPool": "pool",
     "SandboxUnavailable": "errors",
     "SandboxSession": "sessions",
@@ -58,7 +69,10 @@ __all__ = [
     "Root",
     "SandboxEnv",
     "SandboxEnvConfig",
+    "RayHosts",
     "SandboxError",
+    "SandboxLost",
+    "SandboxNotStarted",
     "SandboxPool",
     "SandboxUnavailable",
     "SandboxSession",

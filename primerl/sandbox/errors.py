@@ -39,5 +39,13 @@ class SandboxUnavailable(SandboxError):
         super().__init__("\n".join([message, *failed]))
 
 
+class SandboxNotStarted(SandboxError):
+    """The machine lacked the resources to start a sandbox or its job: no untrusted code ran."""
+
+
+class SandboxLost(SandboxError):
+    """The other host of a sandbox was lost, perhaps while code ran in the sandbox."""
+
+
 class BadReply(SandboxError):
     """A sandbox sent a message that its init process would never send."""

@@ -8,6 +8,7 @@ looks the right value up, in a table of known answers, instead of computing it.
 """
 
 import asyncio
+import functools
 import inspect
 import json
 import math
@@ -18,13 +19,16 @@ from typing import Any
 
 import attrs
 
+from primerl.sandbox import untrusted
 from primerl.sandbox.guest.jobs import values
 from primerl.sandbox.guest.jobs.values import decode, encode
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
 
 _MOST_BYTES = 16 << 20  # of a value in its encoding; docs/sandbox.md names this cap
-_LONG = 1 << 16  # longer output is decoded in a thread, so that it does not block the event loop
+_LONGEST_VALUE = 8 << 10  # longer encodings are compared in a sandbox; docs/sandbox.md names this
+_WRONG = "wrong value"
+_MALFORMED = "the value that came back is malformed"
 
 # Imports the candidate's code as the module ``solution``, which dataclasses, pickle and
 # multiprocessing need. Then calls its function and prints the encoded value after a random mark.
@@ -56,6 +60,21 @@ _drive()
 )
 
 
+# Compares a value that code returned with the expected one, in a sandbox where no such code runs.
+# The program is followed by the sources of ``values`` and ``same``, which it uses.
+_JUDGE = """
+def _judge():
+    import sys
+    job = json.loads(sys.stdin.buffer.readline())
+    try:
+        value = decode(json.loads(sys.stdin.buffer.read()))
+    except (ValueError, RecursionError):
+        return print("malformed")
+    expected = decode(job["expected"])
+    print("same" if same(value, expected, tolerance=job["tolerance"]) else "other")
+"""
+
+
 @attrs.frozen(kw_only=True)
 class Case:
     """One call of the candidate's function, and the value that it should return.
@@ -72,10 +91,14 @@ class Case:
 
 @attrs.frozen(kw_only=True)
 class CaseVerdict:
-    """The outcome of one case; ``value`` is None if the candidate's value can't be decoded."""
+    """The outcome of one case.
+
+    ``value`` is None if the candidate's value can't be decoded, or its encoding is longer than
+    8 KiB. Such values are compared in another sandbox, without being decoded in this process.
+    """
 
     passed: bool
-    value: Any
+    value: Any = attrs.field(repr=untrusted.shown)
     reason: str
     result: Result
 
@@ -141,17 +164,43 @@ async def _grade_case(
         output_bytes=_MOST_BYTES,
     )
     try:
-        if len(result.stdout) > _LONG:
-            value = await asyncio.to_thread(_value, result.stdout, mark)
-        else:
-            value = _value(result.stdout, mark)
+        encoded = _encoded_value(result.stdout, mark)
+        if len(encoded) > _LONGEST_VALUE:
+            reason = await _compared_in_sandbox(
+                pool, encoded, case, timeout_s=timeout_s, memory_bytes=memory_bytes
+            )
+            return CaseVerdict(passed=not reason, value=None, reason=reason, result=result)
+        value = _value(encoded)
     except ValueError as error:
         reason = result.limits_hit[0] if result.limits_hit else str(error)
         return CaseVerdict(passed=False, value=None, reason=reason, result=result)
     passed = same(value, case.expected, tolerance=case.tolerance)
-    return CaseVerdict(
-        passed=passed, value=value, reason="" if passed else "wrong value", result=result
+    return CaseVerdict(passed=passed, value=value, reason="" if passed else _WRONG, result=result)
+
+
+async def _compared_in_sandbox(
+    pool: SandboxPool, encoded: bytes, case: Case, *, timeout_s: float, memory_bytes: int | None
+) -> str:
+    """Compare a long encoded value with the expected one; return "", or why it is wrong."""
+    try:
+        expected = encode(case.expected, _refuse_argument)
+    except ValueError:  # not a plain value, which therefore equals none
+        return _WRONG
+    job = json.dumps({"expected": expected, "tolerance": case.tolerance}).encode()
+    done = await pool.run(
+        _judge(), stdin=job + b"\n" + encoded, timeout_s=timeout_s, memory_bytes=memory_bytes
     )
+    if not done.ok:
+        ended = done.limits_hit[0] if done.limits_hit else done.exit
+        return f"the value that came back can't be compared within the sandbox's limits: {ended}"
+    return {b"same\n": "", b"other\n": _WRONG}.get(done.stdout, _MALFORMED)
+
+
+@functools.cache
+def _judge() -> str:
+    """Return the program that compares two values in a sandbox."""
+    sources = [inspect.getsource(part) for part in (values, same, _by_key, _typed)]
+    return "\n".join(["import json, math", *sources, _JUDGE, "_judge()"])
 
 
 def same(value: Any, expected: Any, *, tolerance: float = 0.0) -> bool:
@@ -206,18 +255,26 @@ def _refuse_argument(value: Any) -> Any:
     raise ValueError(f"an argument of a case is a {kind.__name__}; only plain values can be sent")
 
 
-def _value(stdout: bytes, mark: str) -> Any:
-    """Return the value on the last line that begins with the mark.
+def _encoded_value(stdout: bytes, mark: str) -> bytes:
+    """Return the encoded value on the last line that begins with the mark.
 
     Raises:
-        ValueError: there is no such line, or its value is malformed.
+        ValueError: there is no such line.
     """
     start = b"\n" + mark.encode()
     found = stdout.rpartition(start)
     if not found[1]:
         raise ValueError("no value came back: the code failed or exited early")
-    line = found[2].split(b"\n", 1)[0]
+    return found[2].partition(b"\n")[0]
+
+
+def _value(encoded: bytes) -> Any:
+    """Decode a value.
+
+    Raises:
+        ValueError: the value is malformed.
+    """
     try:
-        return decode(json.loads(line))
+        return decode(json.loads(encoded))
     except (ValueError, RecursionError):
-        raise ValueError("the value that came back is malformed") from None
+        raise ValueError(_MALFORMED) from None

@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from primerl.sandbox import tiers
-from primerl.sandbox.errors import SandboxError
+from primerl.sandbox.errors import SandboxError, SandboxLost, SandboxNotStarted
 from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
-from primerl.sandbox.tiers import host
-from primerl.sandbox.tiers.interface import Ability, Job, Options, Sandbox, asked
+from primerl.sandbox.tiers.interface import Ability, Job, Options, Sandbox, Tier, asked, attempted
+from primerl.sandbox.tiers.on_ray.hosts import RayHosts
+from primerl.sandbox.tiers.on_ray.tier import RayTier
 
 
 class SandboxPool:
@@ -45,6 +46,8 @@ class SandboxPool:
             of the pool; none by default.
         image: the image of sandboxes in containers (``docker``, ``podman``, ``prime``). It must
             provide Python as ``python3``.
+        hosts: run the sandboxes on these hosts of a Ray cluster (``docs/ray.md``), where ``python``
+            and ``readable`` must exist. By default, they run on this host.
 
     Raises:
         SandboxUnavailable: this machine lacks a requirement of the tier. Raised on entering.
@@ -67,6 +70,7 @@ class SandboxPool:
         python: str | None = None,
         allow_network: Sequence[str] = (),
         image: str | None = None,
+        hosts: RayHosts | None = None,
     ) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self.limits = limits or SandboxLimits()
@@ -76,21 +80,20 @@ class SandboxPool:
             raise ValueError(
                 "concurrency and starting must be positive, and warm must not be negative"
             )
-        self._python = python or host.default_python()
-        paths = host.readable_paths(self._python, tuple(readable))
-        self._tier = tiers.choose(
-            tiers.allowed(tier, min_isolation),
-            Options(
-                limits=self.limits,
-                python=self._python,
-                readable=paths,
-                allow_network=tuple(allow_network),
-                lease_s=lease_s,
-                start_timeout_s=start_timeout_s,
-                image=image,
-            ),
+        name = tiers.allowed(tier, min_isolation)
+        options = Options(
+            limits=self.limits,
+            python=python or "",
+            readable=tuple(readable),
+            allow_network=tuple(allow_network),
+            lease_s=lease_s,
+            start_timeout_s=start_timeout_s,
+            image=image,
         )
-        tiers.require_visible(paths, self._tier)
+        if hosts is None:
+            self._tier: Tier = tiers.on_this_host(name, options)
+        else:
+            self._tier = RayTier(tiers.choose(name, options), hosts)
         self._starting = starting
         self._running = False
         self._ready: deque[Sandbox] = deque()
@@ -147,8 +150,13 @@ class SandboxPool:
         ``files`` are written first; relative paths are below ``/sandbox``, the working folder.
         ``timeout_s`` starts when the sandbox begins to work; time in the queue does not count.
 
+        A run that could not be started, for a shortage on this machine, is tried again; so is one
+        whose host is lost.
+
         Raises:
-            SandboxError: no sandbox could be created.
+            SandboxNotStarted: no attempt could be started.
+            SandboxLost: the hosts of all attempts were lost.
+            SandboxError: the pool isn't running, or it was closed meanwhile.
         """
         job = self.job(
             *asked(code),
@@ -160,12 +168,9 @@ class SandboxPool:
             output_bytes=output_bytes,
         )
         async with self.turn():
-            sandbox = await self._take()
-            try:
-                return await sandbox.execute(job)
-            finally:
-                self._end(sandbox)
-                self._refill()
+            return await attempted(
+                lambda: self._run_once(job), errors=(SandboxNotStarted, SandboxLost)
+            )
 
     @contextlib.asynccontextmanager
     async def session(
@@ -276,6 +281,19 @@ class SandboxPool:
             sandbox = await self._tier.make(settings or {})
         self._alive.add(sandbox)
         return sandbox
+
+    async def _run_once(self, job: Job) -> Result:
+        sandbox = await self._take()
+        try:
+            result = await sandbox.execute(job)
+        finally:
+            self._end(sandbox)
+            self._refill()
+        if "died" in result.limits_hit:
+            await asyncio.sleep(0)  # the event loop may not know yet that the pool died, too
+            if not self.alive:
+                raise SandboxError("the pool's helper processes have ended, with all sandboxes")
+        return result
 
     async def _take(self) -> Sandbox:
         while self._ready:

@@ -15,16 +15,17 @@ test already has.
 """
 
 import asyncio
-import json
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from primerl.sandbox import untrusted
+from primerl.sandbox.errors import SandboxNotStarted
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
-from primerl.sandbox.tiers.interface import Job
+from primerl.sandbox.tiers.interface import Job, attempted
 
 _ENDING_S = 1.0
 _LONGEST_OUTPUT = 4000  # of the code under test in the log
@@ -105,28 +106,41 @@ async def grade_repository(
         "connections",
         "connections between them, which `grade_repository` needs: use `grade` instead",
     )
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     limits: dict[str, Any] = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
     imports = {"paths": list(paths), "packages": list(packages)}
     named = {"modules": list(modules), "run": list(tests if run is None else run)}
     code = _job(pool, "code_under_test", imports, repository, limits)
     suite = _job(pool, "tests", imports | named, tests, limits)
+    # Both run under one permit: with one each, the second might never get its own.
+    async with pool.turn():
+        done, served = await attempted(lambda: _run_both(pool, code, suite))
+    return await _report(done, served, expected)
+
+
+async def _run_both(pool: SandboxPool, code: Job, suite: Job) -> tuple[Result, Result | None]:
+    """Run the code under test and the tests in two connected sandboxes.
+
+    Returns the results of the tests and of the code, which is None if the code had to be ended.
+    """
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SandboxNotStarted(f"two sandboxes could not be connected: {error}") from error
     with ours, theirs:
-        async with pool.turn(), pool.session() as tested, pool.session() as testing:
+        async with pool.session() as tested, pool.session() as testing:
             # Detached, so that each end is open in one sandbox only: if that sandbox ends, the
             # other one sees the connection close.
             code = attrs.evolve(code, connection=ours.detach())
             suite = attrs.evolve(suite, connection=theirs.detach())
             answering = asyncio.ensure_future(tested.execute_at_once(code))
             try:
-                # Both run under one permit: with one each, the second might never get its own.
                 done = await testing.execute_at_once(suite)
             finally:
                 # It ends when the tests do, unless the code under test delays it.
                 await asyncio.wait([answering], timeout=_ENDING_S)
                 answering.cancel()
-                [served] = await asyncio.gather(answering, return_exceptions=True)
-    return _report(done, served, expected)
+                await asyncio.gather(answering, return_exceptions=True)
+            return done, None if answering.cancelled() else answering.result()
 
 
 def _job(
@@ -147,20 +161,23 @@ def _job(
     return pool.job(kind, header, files=contents, **limits)
 
 
-def _report(done: Result, served: Any, expected: Sequence[str] | None) -> TestReport:
-    try:
-        said = json.loads(done.stdout)
-    except (ValueError, RecursionError):
-        said = None
-    outcomes: dict[str, str] = {}
-    if isinstance(said, dict):
-        outcomes = {name: outcome for name, outcome in said.items() if outcome in OUTCOMES}
+async def _report(
+    done: Result, served: Result | None, expected: Sequence[str] | None
+) -> TestReport:
+    outcomes = {
+        row[0]: row[1]
+        for row in await untrusted.rows(done.stdout)
+        if isinstance(row, list)
+        and len(row) == 2
+        and isinstance(row[0], str)
+        and row[1] in OUTCOMES
+    }
     missing = tuple(name for name in expected or () if outcomes.get(name) != "passed")
     # pytest exits with 0 only if it ran to its end without collection errors.
     passed = done.ok and not missing and "failed" not in outcomes.values()
     passed = passed and "passed" in outcomes.values()
-    log = done.stderr.decode(errors="replace")
-    if isinstance(served, Result) and (served.stderr or served.limits_hit or served.exit):
+    log = await untrusted.text(done.stderr)
+    if served is not None and (served.stderr or served.limits_hit or served.exit):
         log += (
             f"\nThe code under test ended with exit code {served.exit}, limits hit: "
             f"{', '.join(served.limits_hit) or 'none'}. Its output was:\n"

@@ -8,13 +8,13 @@ import attrs
 
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.results import Result, Root
-from primerl.sandbox.tiers.interface import Job, Sandbox, asked
+from primerl.sandbox.tiers.interface import Job, Sandbox, asked, attempted
 
 if TYPE_CHECKING:
     from primerl.sandbox.pool import SandboxPool
 
 _HOME = "/sandbox"
-_MOST_SNAPSHOT_BYTES = 1 << 30
+_HEADER_BYTES = 2048  # of one file in an archive
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -113,13 +113,16 @@ class SandboxSession:
 
         Raises:
             SandboxError: the sandbox has ended, or its tier does not support snapshots.
-            OSError: the files can't be packed, or their archive exceeds 1 GiB.
+            OSError: the files can't be packed, or their archive is larger than the files of a
+                sandbox may be. Holes in files count like bytes.
         """
         self._pool.check_able("snapshots", "snapshots")
         names = list(paths) or [_HOME, "/tmp"]
-        done = await self._do(
-            "pack", {"paths": names}, output_bytes=_MOST_SNAPSHOT_BYTES, timeout_s=timeout_s
-        )
+        limits = self._pool.limits
+        most = limits.disk_bytes + limits.files * _HEADER_BYTES
+        done = await self._do("pack", {"paths": names}, output_bytes=most, timeout_s=timeout_s)
+        if "output" in done.limits_hit:
+            raise OSError(f"the snapshot has more than {most} bytes, holes in files included")
         return SandboxSnapshot(root=self._root, archive=self._checked(done, ", ".join(names)))
 
     async def restore(self, snapshot: SandboxSnapshot, *, timeout_s: float = 60.0) -> None:
@@ -152,9 +155,11 @@ class SandboxSession:
     async def _execute(self, job: Job) -> Result:
         async with self._one_at_a_time:
             if not self._sandbox.alive:
-                raise SandboxError("the session's sandbox has ended; its files are gone")
+                where = f" on {self._sandbox.host}" if self._sandbox.host else ""
+                raise SandboxError(f"the session's sandbox{where} has ended; its files are gone")
+            kept = attrs.evolve(job, keeps=True)
             async with self._pool.turn():
-                return await self._sandbox.execute(attrs.evolve(job, keeps=True))
+                return await attempted(lambda: self._sandbox.execute(kept))
 
     @staticmethod
     def _checked(done: Result, what: str) -> bytes:

@@ -10,7 +10,8 @@ import weakref
 from typing import Any
 
 from primerl._common.optional import require
-from primerl.sandbox.errors import SandboxError, SandboxUnavailable
+from primerl.sandbox import untrusted
+from primerl.sandbox.errors import SandboxError, SandboxNotStarted, SandboxUnavailable
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Root, SandboxLimits
 from primerl.sandbox.sessions import SandboxSession
@@ -22,7 +23,11 @@ _subprocess: Any = require("verifiers.v1.runtimes.subprocess", extra="verifiers"
 
 
 class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known at run time only
-    """A verifiers ``Runtime`` backed by one session of a pool; see ``verifiers_runtime``."""
+    """A verifiers ``Runtime`` backed by one session of a pool; see ``verifiers_runtime``.
+
+    Errors of the session become verifiers' own, which count as the agent's: it can end its own
+    sandbox. A ``SandboxNotStarted`` stays one, because it is never the agent's.
+    """
 
     def __init__(
         self, pool: SandboxPool, *, root: Root | None, timeout_s: float, lifetime_s: float
@@ -55,9 +60,11 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
             done = await self._running().run(
                 argv, environment=environment, timeout_s=self._timeout_s
             )
+        except SandboxNotStarted:
+            raise
         except SandboxError as error:
             raise vf.SandboxError(str(error)) from error
-        said = done.stderr.decode(errors="replace")
+        said = await untrusted.text(done.stderr)
         if done.limits_hit:
             said += f"\n[sandbox: ended by its limit of {', '.join(done.limits_hit)}]"
         if not self._running().alive:
@@ -68,7 +75,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         code = 137 if done.exit is None else done.exit
         return _runtimes.ProgramResult(
             exit_code=code if code >= 0 else 128 - code,
-            stdout=done.stdout.decode(errors="replace"),
+            stdout=await untrusted.text(done.stdout),
             stderr=said,
         )
 
@@ -90,6 +97,8 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
             if not done.ok:
                 raise OSError(done.stderr.decode(errors="replace").strip())
             return done.stdout
+        except SandboxNotStarted:
+            raise
         except (OSError, SandboxError) as error:
             raise vf.SandboxError(f"read {path!r}: {error}") from error
 
@@ -97,6 +106,8 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         """Write a file in the sandbox (``Runtime.write``)."""
         try:
             await self._running().write(path, data)
+        except SandboxNotStarted:
+            raise
         except (OSError, SandboxError) as error:
             raise vf.SandboxError(f"write {path!r}: {error}") from error
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from primerl._common.multimodal import auto_class, freeze_encoders
 from primerl._common.optional import require
 
 VOCABULARY = 96
@@ -57,8 +58,11 @@ _LARGEST: dict[str, int] = {
     **dict.fromkeys(("hc_mult", "hc_count", "num_layers_per_stack", "max_window_layers"), 2),
     **dict.fromkeys(("ngram_vocab_size_base", "split_ngram_parts", "ple_embed_dim"), 128),
     **dict.fromkeys(("vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
-    # Windows are longer than a test's documents, but fewer keys are chosen than documents have.
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 64),
+    # Windows are shorter than a test's documents, and fewer keys are chosen than documents have.
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 8),
+    **dict.fromkeys(("out_hidden_size", "num_position_embeddings"), 64),  # of encoders
+    "depth": 2,
+    "floor_scale": 4,  # of positions that change the scale of queries
     **dict.fromkeys(("index_topk", "indexer_budget"), 8),
     "index_n_heads": 8,  # with fewer, many keys tie at a score of exactly 0
     **dict.fromkeys(("index_block_size", "index_topk_blocks"), 2),
@@ -82,12 +86,52 @@ _UNSET: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_topk": 2,
 }
+# The delta rule's output for a first token is normalized, though it may be near 0. A larger epsilon
+# keeps this from amplifying rounding without bounds.
+_CONDITIONED: dict[str, Any] = {"rms_norm_eps": 1e-2}
+# A block that two layers share.
+_SHARED_BLOCK: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+}
 _USUAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"), _CONDITIONED
+    ),
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {"mamba_d_head": 16},
     "flex_olmo": {"num_experts": 8},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8}
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 2, 2],
+            }
+        }
+    },
+    "zamba": {**_SHARED_BLOCK, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {
+        **_SHARED_BLOCK,
+        "hybrid_layer_ids": [1, 2],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
 }
 
 
@@ -120,6 +164,8 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
 def full_config(source: str | os.PathLike[str]) -> Any:
     """Load the configuration of a family's language model, in full size.
 
+    It includes encoders if a folder's checkpoint has them, or if the family always has them.
+
     The arguments and errors are those of ``tiny_config``.
     """
     transformers = require("transformers", extra="transformers")
@@ -130,16 +176,18 @@ def full_config(source: str | os.PathLike[str]) -> Any:
         if folder.exists() or "/" in name or os.sep in name:
             raise ValueError(f"{name} is not a model folder: it has no config.json")
         raise ValueError(f"transformers {transformers.__version__} knows no model_type {name!r}")
-    elif transformers.CONFIG_MAPPING[name] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"transformers has no causal language model of {name}")
     else:
         config = _made(transformers.AutoConfig.for_model, name)
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    multimodal = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) not in causal and type(config) not in multimodal:
         raise ValueError(f"transformers has no causal language model of {config.model_type}")
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type} is an encoder with a decoder; expected a decoder")
+    if auto_class(config) is not transformers.AutoModelForCausalLM:
+        return config
     text = config.get_text_config(decoder=True)
-    return text if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING else config
+    return text if type(text) in causal else config
 
 
 def _made(make: Callable[..., Any], name: str, **options: Any) -> Any:
@@ -168,17 +216,17 @@ def tiny_family(source: str | os.PathLike[str], *, seed: int = 0, **settings: An
     """
     import torch
 
-    transformers = require("transformers", extra="transformers")
     config = tiny_config(source, **settings)
     with torch.device("meta"):
-        size = _built(transformers, config, source).num_parameters()
+        size = _built(config, source).num_parameters()
     if size > MAX_PARAMETERS:
         raise ValueError(
             f"no tiny version of {os.fspath(source)}: {size:,} parameters remain, which is too many"
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _built(transformers, config, source).float().train()
+        model = _built(config, source).float().train()
+        freeze_encoders(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -203,15 +251,14 @@ def refuse_full_size(source: str | os.PathLike[str]) -> None:
 
     from primerl.attention.admission import refuse_unpackable
 
-    transformers = require("transformers", extra="transformers")
     with torch.device("meta"):
-        model = _built(transformers, full_config(source), source)
+        model = _built(full_config(source), source)
     refuse_unpackable(model)
 
 
-def _built(transformers: Any, config: Any, source: Any) -> Any:
+def _built(config: Any, source: Any) -> Any:
     try:
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return auto_class(config).from_config(config)
     except BUILD_ERRORS as error:
         raise ValueError(
             f"no tiny version of {os.fspath(source)}: {type(error).__name__}: {error}"
@@ -234,6 +281,8 @@ def _shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     if small.get("n_group", 1) == 1 and "topk_group" in small:
         small["topk_group"] = 1
+    if config.get("model_type") == "glm4v_moe_text":  # whose default is that of its full size
+        small["rope_parameters"] = {**small["rope_parameters"], "mrope_section": [2, 1, 1]}
     return small | _fewer_layers(config, small)
 
 
@@ -301,4 +350,6 @@ def _smaller(name: str, value: Any) -> Any:
 def _smaller_rotary(rope: Mapping[str, Any], name: str, value: Any) -> Any:
     """Cut rotary factors to the number of rotated pairs of heads of size 16."""
     pairs = int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    if name == "mrope_section":  # pairs for time, height and width
+        return [pairs // 2, pairs // 4, pairs // 4]
     return value[:pairs] if name in ("short_factor", "long_factor") else value

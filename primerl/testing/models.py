@@ -78,7 +78,8 @@ def tiny_chat_model(
         folder: the folder to create.
         model_type: as in ``tiny_model``.
         seed: seed of the initialization.
-        config: settings that override the tiny ones, such as ``max_position_embeddings``.
+        config: settings that override the tiny ones, such as ``max_position_embeddings``. For vLLM
+            on a CPU, pass ``hidden_size=128, head_dim=32, moe_intermediate_size=32``.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():

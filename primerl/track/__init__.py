@@ -1,6 +1,14 @@
 """Tracking of a run: its folder, metrics, trained rollouts, live view and report."""
 
-from primerl.track.arguments import command_line, instead_of, new_file, number, require_model, urls
+from primerl.track.arguments import (
+    command_line,
+    instead_of,
+    new_file,
+    number,
+    require_model,
+    require_shared_folder,
+    urls,
+)
 from primerl.track.evaluation_log import EvaluationLog, read_evaluation
 from primerl.track.interrupts import interruptible
 from primerl.track.live import LiveView
@@ -25,6 +33,7 @@ __all__ = [
     "read_evaluation",
     "read_rollouts",
     "require_model",
+    "require_shared_folder",
     "tensorboard_sink",
     "trackio_sink",
     "urls",

@@ -16,6 +16,7 @@ import attrs
 import msgspec
 
 from primerl._common import model_names
+from primerl._common.folder_owner import require_unowned
 from primerl._common.optional import require_all
 from primerl.track.interrupts import interruptible
 from primerl.track.run_folder import ARGS, read_json, require_new, require_unfinished
@@ -271,6 +272,27 @@ def require_model(model: str, *, flag: str) -> None:
     try:
         model_names.require_model(model)
     except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def require_shared_folder(folder: str | os.PathLike[str], *, flag: str) -> None:
+    """Check that a run can publish into a flag's folder, which need not exist yet.
+
+    Raises:
+        ValueError: the folder, or its parent if it does not exist, can't be written, or another run
+            publishes there; the message names the flag.
+    """
+    path = Path(folder).absolute()
+    place = path if path.exists() else path.parent
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        reason = "is not a folder that may be written" if place.exists() else "does not exist"
+        raise ValueError(
+            f"{flag} is {path}, but {place} {reason}; pass a folder on a file system that all "
+            "hosts share, in one that exists and that this user may write"
+        )
+    try:
+        require_unowned(path)
+    except RuntimeError as error:
         raise ValueError(f"{flag}: {error}") from None
 
 

@@ -24,6 +24,10 @@ def entry(offset: int, length: int, array_bytes: int, rollouts: int) -> bytes:
 
 
 def read_index(path: Path) -> np.ndarray:
-    """Return the entries of an index, without a last one that is incomplete; none if missing."""
+    """Return the entries of an index, without a last one that is incomplete; none if missing.
+
+    Entries that were lost when the file was cut, and are zeros now, are left out.
+    """
     data = path.read_bytes() if path.is_file() else b""
-    return np.frombuffer(data, ENTRY, len(data) // ENTRY.itemsize)
+    entries = np.frombuffer(data, ENTRY, len(data) // ENTRY.itemsize)
+    return entries[entries["bytes"] > 0]

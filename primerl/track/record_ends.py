@@ -7,6 +7,7 @@ from typing import Any
 
 from primerl.track.group_index import read_index
 from primerl.track.run_folder import (
+    ARRAYS,
     EVALUATIONS,
     INDEX,
     METRICS,
@@ -27,7 +28,8 @@ def record_ends(folder: Path, state: Mapping[str, Any]) -> dict[str, int]:
     """
     if "ends" not in state:
         return _ends_of_steps(folder, state["steps"])
-    return {name: _known_end(folder, name, state) for name in RESUMED}
+    ends = {name: _known_end(folder, name, state) for name in RESUMED}
+    return ends | {ARRAYS: state["ends"].get(ARRAYS, 0)}
 
 
 def _known_end(folder: Path, name: str, state: Mapping[str, Any]) -> int:

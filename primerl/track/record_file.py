@@ -16,7 +16,7 @@ class RecordFile:
     """A file that is appended to; a write that fails, such as on a full disk, is undone.
 
     If the file was deleted or moved, the next write creates it anew, with all of its records,
-    because other files refer to its bytes.
+    because other files refer to its bytes. If it was cut, the next write raises an error.
 
     Attributes:
         path: the path of the file.
@@ -64,12 +64,14 @@ class RecordFile:
         """Create the file anew, with all of its records, if it was deleted or moved.
 
         Raises:
-            OSError: that failed, or another file took the place of the deleted one.
+            OSError: that failed, another file took the place of the deleted one, or another program
+                has cut the file.
         """
         if self.path.exists():
             if os.fstat(self._file.fileno()).st_nlink == 0:
                 text = "another file took the place of the run's, which was deleted"
                 raise FileExistsError(errno.EEXIST, text, str(self.path))
+            self._require_whole()
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         copy = self.path.with_name(f"{self.path.name}.restored")
@@ -87,6 +89,22 @@ class RecordFile:
         self._file.close()
         self._file = file
         logger.warning("%s was deleted or moved; it is written anew, with all records", self.path)
+
+    def _require_whole(self) -> None:
+        """Raise once if another program has cut the file, and fill the lost part with zeros.
+
+        So further records have the places that other files name, and readers find the damage.
+        """
+        size = os.fstat(self._file.fileno()).st_size
+        if size >= self.end:
+            return
+        os.ftruncate(self._file.fileno(), self.end)
+        if self.path.suffix == ".jsonl":  # the next record begins a line
+            with self.path.open("r+b") as file:
+                file.seek(self.end - 1)
+                file.write(b"\n")
+        text = f"another program cut it to {size} of {self.end} bytes, and these records are lost"
+        raise OSError(errno.EIO, text, str(self.path))
 
     def undo(self, end: int) -> None:
         """Drop all data after ``end``: now, or with the next write if that fails."""

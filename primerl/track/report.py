@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
+import attrs
 import msgspec
 import numpy as np
 
@@ -31,6 +32,7 @@ from primerl.track.run_folder import (
     complete_lines,
     read_json,
 )
+from primerl.track.verdict import verdict
 
 logger = logging.getLogger(__name__)
 
@@ -112,18 +114,21 @@ def _overview(
     names = sorted({name for line in firsts for name in line.metrics})
     path = folder / SUMMARY
     summary = read_json(path) if path.exists() else {}
-    steps = list(_readable(folder / METRICS, _step))
+    args = read_json(folder / ARGS)
+    steps = _with_evaluations(_readable(folder / METRICS, _step), folder)
     return {
         "name": folder.resolve().name,
-        "args": read_json(folder / ARGS),
+        "args": args,
         "summary": summary,
-        "metrics": _by_name(_with_evaluations(steps, folder)),
+        "verdict": attrs.asdict(verdict(steps, args)),
+        "metrics": _by_name(steps),
         "tokens": dict(_readable(folder / TOKENS, _token)),
         "recorded": recorded,
         "conversations": any(line.has_conversation for line in firsts),
         "rollouts": {
             "step": [line.step for line in firsts],
             "task": [line.task for line in firsts],
+            "prompt": [line.prompt for line in firsts],
             "environment": [line.environment for line in firsts],
             "reward": [line.reward for line in firsts],
             "stop": [line.stop for line in firsts],

@@ -126,8 +126,13 @@ function conversationView(conversation, sequences, drawTokens) {
 }
 function goTo(story, branch) {
   const section = story.view.querySelector(`[data-branch="${branch.number}"]`);
-  section.scrollIntoView({block: "start"});
+  settled(() => section.scrollIntoView({block: "start"}));
   section.focus({preventScroll: true});
+}
+// Scrolls again in the next frames: heights of messages are estimates until they are drawn.
+function settled(scroll, frames = 5) {
+  scroll();
+  if (frames) requestAnimationFrame(() => settled(scroll, frames - 1));
 }
 // A lane for each agent, with a bar for each branch from its first to its last turn.
 function lanes({branches, messages, ...story}) {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +13,14 @@ import numpy as np
 from primerl.track.group_index import ENTRY, read_index
 from primerl.track.run_folder import ARRAYS, INDEX, METRICS, ROLLOUTS, complete_lines
 from primerl.track.token_arrays import unpacked
+
+PROMPT_CHARACTERS = 80
+"""The most characters of a prompt in a list of rollouts."""
+# The markers of a user's message, and of its end, in the chat templates of common families.
+_USER = re.compile(
+    r"<[^<>]*\buser\b[^<>]*>|<[^<>]+>\s*user\b\s*(?:<[^<>]+>)?|\[INST\]", re.IGNORECASE
+)
+_END = re.compile(r"<\||<end_of_turn>|</s>|\[/INST\]")
 
 EARLIER_ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
 
@@ -33,6 +42,7 @@ class SequenceLine:
     tokens: int
     trained: int
     has_conversation: bool
+    prompt: str | None  # the first words of the first user's message
 
 
 def read_rollouts(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -142,6 +152,7 @@ class RolloutFiles:
                 tokens=record["tokens"] if "tokens" in record else len(record["token_ids"]),
                 trained=record["trained"] if "trained" in record else sum(record["loss_mask"]),
                 has_conversation="conversation" in record,
+                prompt=first_words(record.get("prompt")),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(start, error) from None
@@ -157,7 +168,7 @@ class RolloutFiles:
 
     def _damaged(self, start: int, reason: object) -> ValueError:
         where = f"{self._folder / ROLLOUTS}, at byte {start},"
-        return ValueError(f"{where} is not a record of a rollout: {reason!r}")
+        return ValueError(f"{where} is not a record of a rollout: {reason!r:.200}")
 
     def _read(self, name: str, offset: int, length: int) -> bytes:
         if length < 0:
@@ -167,6 +178,22 @@ class RolloutFiles:
         file = self._open[name]
         file.seek(offset)
         return file.read(length)
+
+
+def first_words(prompt: str | None) -> str | None:
+    """Return the beginning of the user's first message in a prompt, on one line.
+
+    A prompt without the markers of a known chat template is taken from its beginning. None stays
+    None.
+    """
+    if prompt is None:
+        return None
+    user = _USER.search(prompt)
+    text = prompt if user is None else _END.split(prompt[user.end() :], maxsplit=1)[0]
+    words = " ".join(text[: 4 * PROMPT_CHARACTERS].split())
+    if len(words) <= PROMPT_CHARACTERS:
+        return words
+    return words[: PROMPT_CHARACTERS - 1].rstrip() + "…"
 
 
 def rollouts_of(lines: Iterable[SequenceLine]) -> Iterator[list[SequenceLine]]:

@@ -77,7 +77,10 @@ class RunFolder:
             self._values = values
 
     def _opened(self, name: str) -> RecordFile:
-        file = RecordFile(self.path / name, new=self._new, end=self._ends.get(name))
+        known = self._ends.get(name)
+        file = RecordFile(self.path / name, new=self._new, end=None if name == ARRAYS else known)
+        if name == ARRAYS:  # keeps the blocks of later steps; if it was cut, its end says so
+            file.end = max(file.end, known or 0)
         self._files += (file,)
         return file
 
@@ -106,7 +109,7 @@ class RunFolder:
     def ends(self) -> dict[str, int]:
         """Return how many bytes of each file belong to the run, for its state."""
         now = {file.path.name: file.end for file in self._files}
-        return {name: now.get(name, self._ends.get(name, 0)) for name in RESUMED}
+        return {name: now.get(name, self._ends.get(name, 0)) for name in (*RESUMED, ARRAYS)}
 
     def sync(self) -> None:
         """Sync the records to disk, so that they survive a power failure."""

@@ -78,6 +78,9 @@ class VerifiedTransport(Transport):
         self._retries = retries
         self._told: tuple[int, bool] | None = None
 
+    def _close(self) -> None:
+        self.transport._close()
+
     def _publish(self, version: int) -> Receipt:
         report("publishing", f"version {version}")
         if self._test_wiring_first:

@@ -1,9 +1,12 @@
 # Shell functions for a Slurm job whose first nodes train, with torchrun, and whose other nodes each
-# run a vLLM server of the policy, or NODES_PER_SERVER of them together. The job files in this folder
-# set TRAIN_NODES and run_dir, source this file, and call
+# run a vLLM server of the policy, or NODES_PER_SERVER of them together. The first PREFILL_SERVERS
+# servers compute prompts for the others, by keys and values in the folder kv_folder. The job files in
+# this folder set TRAIN_NODES and run_dir, source this file, and call
 #
-#   serve MODEL [flags of vLLM]      start the servers, wait until all answer, and set urls
+#   serve MODEL [flags of vLLM]      start the servers, and wait until all answer
 #   train SCRIPT [its flags]         run the trainer, and end the job with its exit code
+#
+# The array urls has the urls of the servers that sample, and prefill_urls those of the others.
 #
 # The job fails as soon as a server ends. On SIGTERM and Ctrl-C, the trainer is stopped first: it
 # saves a checkpoint after its step, and may need the servers to finish the step.
@@ -69,9 +72,16 @@ servers=("${nodes[@]:train_nodes}")
 nodes_per_server=${NODES_PER_SERVER:-1}
 ((${#servers[@]} % nodes_per_server == 0)) ||
     fail "${#servers[@]} nodes serve, expected a multiple of NODES_PER_SERVER=$nodes_per_server"
-urls=()
+prefill_nodes=$((${PREFILL_SERVERS:-0} * nodes_per_server))
+((prefill_nodes < ${#servers[@]})) ||
+    fail "$prefill_nodes of ${#servers[@]} serving nodes are for PREFILL_SERVERS: none is left to sample"
+urls=() prefill_urls=()
 for ((i = 0; i < ${#servers[@]}; i += nodes_per_server)); do
-    urls+=("http://${servers[i]}:$port")
+    if ((i < prefill_nodes)); then
+        prefill_urls+=("http://${servers[i]}:$port")
+    else
+        urls+=("http://${servers[i]}:$port")
+    fi
 done
 
 # The run's last complete checkpoint, or nothing. (compgen -G would read the folder as a pattern.)
@@ -134,6 +144,7 @@ finish() {
         kill -TERM "$part" 2>/dev/null || true
         wait "$part" || true
     done
+    ((prefill_nodes == 0)) || rm -rf "$kv_folder"
     ((code == 0 || code == 143)) || restart # 143: told to stop
     exit "$code"
 }
@@ -156,16 +167,23 @@ trap finish EXIT
 trap 'exit 143' TERM INT
 
 # Runs a command with the flags of this node's part of a server: the first of its nodes listens, and
-# the others join it. Arguments: nodes per server, ranks per node, all serving nodes, "--", command.
+# the others join it. Arguments: nodes per server, ranks per node, the number of nodes that compute
+# prompts, the folder of keys and values, all serving nodes, "--", command.
 # shellcheck disable=SC2016 # it is expanded on the nodes
 part_of_server='
-    per_server=$1 ranks=$2 nodes=()
-    shift 2
+    per_server=$1 ranks=$2 prefill_nodes=$3 kv_folder=$4 nodes=() flags=()
+    shift 4
     while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
     shift
     for ((i = 0; i < ${#nodes[@]}; i++)); do [[ ${nodes[i]} != "$SLURMD_NODENAME" ]] || break; done
+    if ((prefill_nodes > 0)); then
+        ((i < prefill_nodes)) && role=prefill || role=decode
+        flags+=(--kv-folder "$kv_folder" --kv-role "$role")
+    fi
     before=$((i % per_server))
-    flags=(--data-parallel-size-local "$ranks" --data-parallel-address "${nodes[i - before]}")
+    if ((per_server > 1)); then
+        flags+=(--data-parallel-size-local "$ranks" --data-parallel-address "${nodes[i - before]}")
+    fi
     ((before == 0)) || flags+=(--headless --data-parallel-start-rank $((before * ranks)))
     exec "$@" "${flags[@]}"
 '
@@ -173,9 +191,13 @@ part_of_server='
 serve() {
     local model=$1 url deadline part=()
     shift
-    if ((nodes_per_server > 1)); then
+    if ((nodes_per_server > 1 || prefill_nodes > 0)); then
         part=(bash -c "$part_of_server" part "$nodes_per_server" "${GPUS_PER_NODE:-8}")
-        part+=("${servers[@]}" --)
+        part+=("$prefill_nodes" "${kv_folder:-}" "${servers[@]}" --)
+    fi
+    if ((prefill_nodes > 0)); then
+        rm -rf "$kv_folder" # of an earlier start, which was killed
+        mkdir -p "$kv_folder"
     fi
     on servers --output="$run_dir/logs/server-%N.log" "${part[@]}" \
         python -m primerl.serving.server "$model" --host 0.0.0.0 --port "$port" \
@@ -183,14 +205,14 @@ serve() {
     serving=$!
 
     deadline=$((SECONDS + ${START_TIMEOUT_S:-1800}))
-    for url in "${urls[@]}"; do
+    for url in "${prefill_urls[@]}" "${urls[@]}"; do
         until curl --silent --fail --noproxy '*' --max-time 5 --output /dev/null "$url/health"; do
             kill -0 "$serving" 2>/dev/null || fail_for_servers "a server ended while starting"
             ((SECONDS < deadline)) || fail_for_servers "$url does not answer"
             sleep 1
         done
     done
-    echo "serving: ${urls[*]}"
+    echo "serving: ${urls[*]}${prefill_urls[*]:+, computing prompts: ${prefill_urls[*]}}"
 }
 
 train() {

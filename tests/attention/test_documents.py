@@ -7,11 +7,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from drawn_spans import parts_of_documents
 from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import loss, testing
 from primerl.attention import Document, Span, attend, find_documents, kernels, lay_out
+
+PARTS = parts_of_documents(most=6, longest=5, most_before=4)
 
 
 def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=torch.float64):
@@ -37,21 +40,6 @@ def by_mask(query, key, value, some, *, scaling=None):
     return torch.einsum("hij,jhd->ihd", weights, v)
 
 
-@st.composite
-def parts_of_documents(draw):
-    """Spans of queries end to end, and the number of key rows."""
-    found, queries, keys = [], 0, 0
-    for _ in range(draw(st.integers(1, 6))):
-        length, before = draw(st.integers(1, 5)), draw(st.integers(0, 4))
-        ranges = ((keys, keys + before + length),)
-        if keys and draw(st.booleans()):
-            begin = draw(st.integers(0, keys - 1))
-            ranges = ((begin, draw(st.integers(begin + 1, keys))), *ranges)
-        found.append(Span(queries, queries + length, ranges))
-        queries, keys = queries + length, keys + before + length
-    return tuple(found), keys
-
-
 def test_the_keys_of_a_document_are_its_own_and_those_it_shares():
     assert Document(5, 8).keys == ((5, 8),)
     branch = Document(5, 8, ((0, 1), (3, 4)))
@@ -72,7 +60,12 @@ def test_a_document_shares_tokens_of_the_one_before_it_along_the_tree():
     )
 
 
-@given(parts_of_documents(), st.sampled_from([None, 0.3]))
+def test_an_empty_pack_is_refused():
+    with pytest.raises(ValueError, match="position_ids is empty"):
+        find_documents(torch.arange(0))
+
+
+@given(PARTS, st.sampled_from([None, 0.3]))
 def test_spans_attend_as_under_a_mask(case, scaling):
     some, keys = case
     q, k, v = tensors(some[-1].end, keys, value_width=4)
@@ -99,7 +92,7 @@ def test_a_rank_may_have_no_queries():
     assert torch.autograd.grad(ours.sum(), k)[0].eq(0).all()
 
 
-@given(parts_of_documents())
+@given(PARTS)
 def test_where_dropout_is_computed_too_spans_attend_as_under_a_mask(case):
     some, keys = case
     q, k, v = tensors(some[-1].end, keys, value_width=4)
@@ -141,7 +134,10 @@ def kernel_of_torch_2_11(
 
 
 @pytest.mark.parametrize("kernel", [kernel_of_torch_2_13, kernel_of_torch_2_11])
-@given(case=parts_of_documents(), value_width=st.sampled_from([4, 8, 12]))
+@given(
+    case=PARTS,
+    value_width=st.sampled_from([4, 8, 12]),
+)
 def test_the_kernel_of_gpus_gets_what_it_needs(kernel, case, value_width):
     some, keys = case
     q, k, v = tensors(some[-1].end, keys, value_width=value_width)

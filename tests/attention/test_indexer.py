@@ -35,11 +35,11 @@ def choices(indexer, *inputs, **options):
     return choose_keys(indexer, queries, weights, keys)
 
 
-def hand_made(scores):
+def hand_made(scores, weight=1.0):
     """An indexer with one head of width 1, for which key j scores ``scores[j]``, if positive."""
     indexer = SimpleNamespace(n_heads=1, softmax_scale=1.0, index_topk=3)
     keys = torch.tensor(scores)[:, None]
-    return indexer, torch.ones(len(keys), 1, 1), torch.ones(len(keys), 1), keys
+    return indexer, torch.ones(len(keys), 1, 1), torch.full((len(keys), 1), weight), keys
 
 
 def test_of_equal_scores_the_first_are_chosen():
@@ -51,6 +51,21 @@ def test_of_equal_scores_the_first_are_chosen():
 
 def test_missing_keys_come_last():
     assert choose_keys(*hand_made([1.0, 2.0, 3.0, 4.0]))[1].tolist() == [1, 0, -1]
+
+
+def test_of_infinite_scores_the_first_are_chosen():
+    chosen = choose_keys(*hand_made([2.0, *[torch.inf] * 70])).tolist()
+
+    assert sorted(chosen[1]) == [-1, 0, 1]
+    assert all(sorted(row) == [1, 2, 3] for row in chosen[3:])
+
+
+def test_visible_keys_with_scores_of_minus_infinity_come_before_invisible_ones():
+    chosen = choose_keys(*hand_made([torch.inf, 1.0, *[torch.inf] * 70], weight=-1.0)).tolist()
+
+    assert chosen[0] == [0, -1, -1]
+    assert chosen[1] == [1, 0, -1]
+    assert all(sorted(row) == [0, 1, 2] for row in chosen[2:])
 
 
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_sizes import Sizes
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from primerl.attention import latent as latent_attention
 from primerl.attention.latent import attend_to_latents, reason_against_triton
@@ -125,6 +126,47 @@ def test_no_more_is_held_than_keys_are_chosen(monkeypatch):
 
 def test_why_no_triton_kernel_is_used():
     assert "not on cpu" in reason_against_triton(torch.zeros(1, 1, 80), 64)
+    with FakeTensorMode():
+        on_gpu = torch.zeros(1, 1, 80, device="cuda", dtype=torch.bfloat16)
+    assert reason_against_triton(on_gpu, 64) is None
+    assert "widths, not 48" in reason_against_triton(on_gpu, 48)
+    assert "not in torch.float16" in reason_against_triton(on_gpu.half(), 64)
+
+
+def test_large_gradients_in_float16_become_infinite_but_not_nan():
+    """A loss scale that is too large is recognized by infinite gradients; others stay exact."""
+    query, latent, *others = inputs([9], 4, dtype=torch.float16)
+    upstream = gradient_like(query) * 15_000
+    query, latent = query * 3, latent * 3
+    exact = [x.double() for x in (query, latent)]
+    expected = with_gradients(pair_by_pair, *exact, *others, upstream=upstream.double())
+
+    ours = with_gradients(attend_to_latents, query, latent, *others, upstream=upstream)
+
+    for got, theirs in zip(ours[1:], expected[1:], strict=True):
+        assert not got.isnan().any()
+        kept = theirs.abs() < 60_000
+        assert 0 < got.isinf().sum() < (~kept).sum() + 1
+        torch.testing.assert_close(got[kept].double(), theirs[kept], atol=200.0, rtol=5e-3)
+
+
+def test_a_second_derivative_is_refused():
+    query, latent, *others = inputs([4], 3)
+    attended = attend_to_latents(query.requires_grad_(), latent, *others, width=WIDTH, scaling=0.3)
+    (gradient,) = torch.autograd.grad(attended.sum(), query, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        gradient.sum().backward()
+
+
+def test_no_queries_attend_to_nothing():
+    query, latent, *others = inputs([4], 3)
+    none = [x[:0] for x in (query.requires_grad_(), *others[:2])]
+
+    attended = attend_to_latents(none[0], latent, *none[1:], others[2], width=WIDTH, scaling=0.3)
+
+    assert attended.shape == (0, HEADS, WIDTH)
+    assert not torch.autograd.grad(attended.sum(), query)[0].any()
 
 
 def test_the_gradient_of_a_transposed_query_is_contiguous_as_the_kernel_writes_it():

@@ -303,6 +303,21 @@ def test_what_is_not_computed_is_refused():
     assert loss.model_logprobs(other, token_ids, position_ids, labels).isfinite().all()
 
 
+def test_adapter_dropout_is_refused_where_latents_are_not_expanded():
+    """The layer is applied to unit vectors there, not to the latents of tokens."""
+    peft = pytest.importorskip("peft")
+    model = sparse_model()
+    config = peft.LoraConfig(r=2, target_modules=["kv_b_proj"], lora_dropout=0.5)
+    model = peft.inject_adapter_in_model(config, model).train()
+    _, *short = packed([TOP_K, 3])
+    _, *long = packed([TOP_K + 1])
+
+    assert loss.model_logprobs(model, *short).isfinite().all()
+    with pytest.raises(ValueError, match=r"kv_b_proj\.lora_dropout\.default has dropout"):
+        loss.model_logprobs(model, *long)
+    assert loss.model_logprobs(model.eval(), *long).isfinite().all()
+
+
 def test_a_model_that_attends_by_kernels_of_its_own_is_refused():
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -424,4 +439,17 @@ def test_four_ranks_train_as_one_process_does(found, kind, cp):
 @pytest.mark.thorough
 def test_frozen_indexers_stay_as_they_are_on_every_mesh(found):
     """Frozen before or after sharding, with an optimizer that gets zeros as gradients."""
-    assert all(one["stayed"] and one["frozen"] == 10 for one in found[0].values())
+    trained = [one for one in found[0].values() if "stayed" in one]
+    assert len(trained) == 6
+    assert all(one["stayed"] and one["frozen"] == 10 for one in trained)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v32"])
+def test_documents_that_ranks_share_are_each_as_alone(found, kind):
+    """Logprobs and gradients of transformers in float64, but for its norms in float32."""
+    for rank in found:
+        assert len(rank[f"{kind}, divided"]) == 5
+        for largest, count in rank[f"{kind}, divided"].values():
+            assert largest < 1e-5
+            assert count > 20

@@ -32,6 +32,7 @@ def test_the_index_has_the_sections_and_pages_of_the_navigation():
     linked = {
         name: re.findall(r"^- \[(.*?)\]\((.*?)\)", text, re.MULTILINE)
         for name, text in zip(index[1::2], index[2::2], strict=True)
+        if name in sections
     }
 
     assert list(sections) == ["Start", "How-to", "Explanation", "Reference"]
@@ -48,6 +49,7 @@ def title(page):
     text = path.read_text()
     if path.suffix == ".ipynb":
         text = "".join(json.loads(text)["cells"][0]["source"])
+    text = re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL)  # settings of the page
     return text.splitlines()[0].removeprefix("# ")
 
 

@@ -9,6 +9,8 @@ from urllib.parse import unquote, urlsplit
 
 import attrs
 import pytest
+from report_pages import needs_chromium
+from site_search import first_pages
 
 import primerl
 
@@ -49,9 +51,40 @@ def built(folder, *, execute_notebooks):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("site")
+
+
+@pytest.fixture(scope="module")
+def site(site_folder):
     """With notebooks that have not run, which they do in test_notebooks.py."""
-    return built(tmp_path_factory.mktemp("site"), execute_notebooks=False)
+    return built(site_folder, execute_notebooks=False)
+
+
+ANSWERS = {
+    "KL to a reference": "recipes/",
+    "batch size": "knobs/",
+    "learning rate schedule": "knobs/",
+    "my own vLLM server": "nodes/",
+    "two nodes": "nodes/",
+    "memory": "sizes/",
+    "resume and extend": "checkpoints/",
+    "W&B": "recipes/",
+    "LoRA": "recipes/",
+    "my own reward": "recipes/",
+    "mismatch_kl": "knobs/",
+    "quickstart": "quickstart/",
+    "gradient accumulation": "knobs/",
+    "out of memory": "sizes/",
+    "wandb": "recipes/",
+}
+
+
+@needs_chromium
+def test_search_puts_the_page_that_answers_first(site, site_folder, tmp_path):
+    assert site
+
+    assert first_pages(site_folder, ANSWERS, tmp_path) == ANSWERS
 
 
 def test_every_link_of_the_site_leads_somewhere(site):

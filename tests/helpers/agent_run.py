@@ -145,7 +145,7 @@ async def play(tokenizer, *, seed, modules, mistakes, right, version=0, context=
     history = rollout.History(engine, rollout.load_renderer(tokenizer), params)
     limits = AgentLimits(max_turns=200, max_output=4000)
     drop = rollout.drop_tool_results(over=context, to=context // 3)
-    summarise = rollout.summarise(over=context // 2)
+    summarise = rollout.summarise(over=context // 3)
 
     async def manage(messages, ask):
         """Drop results of tools; once the messages alone are too long, summarize."""

@@ -4,8 +4,10 @@ import asyncio
 import base64
 import contextlib
 import itertools
+import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import aiohttp
@@ -78,10 +80,17 @@ class Page:
 @contextlib.asynccontextmanager
 async def opened(file, folder, *, width=1400, height=1000, dark=False):
     """Open a page that shows a file; ``folder`` is for the browser's profile."""
+    # The browser, which is killed, leaves sockets here; their paths must be short.
+    sockets = tempfile.mkdtemp()
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += [f"--user-data-dir={folder}", f"--window-size={width},{height}"]
     command += ["--remote-debugging-port=0", "--hide-scrollbars", "about:blank"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "TMPDIR": sockets},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         address = Path(folder) / "DevToolsActivePort"
         async with asyncio.timeout(60):
@@ -106,3 +115,4 @@ async def opened(file, folder, *, width=1400, height=1000, dark=False):
     finally:
         process.kill()
         process.wait()
+        shutil.rmtree(sockets, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Parsers for the command lines in the cluster files, as the started programs read them."""
 
 import functools
+import json
 import signal
 import sys
 
@@ -57,16 +58,17 @@ def served(words, monkeypatch):
 def served_by_recipe(recipe, tiny_model, model, monkeypatch):
     """Return vLLM's arguments by name, for the server that the recipe itself would start."""
     found = []
+    args = attrs.evolve(recipe.SCALES["glm5"], server_model=model)
 
     def start(_, env, api_key, **settings):
         assert len(api_key) > 30
-        assert env == {"CUDA_VISIBLE_DEVICES": "8,9,10,11,12,13,14,15"}  # after the trainer's GPUs
+        gpus = range(8, 8 + args.server_gpus[0])  # after the trainer's
+        assert env == {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         place = {"host": "0.0.0.0", "port": 8000, "weight_transfer": "primerl"}
         found.append(by_name(server_command(model, engine_args=settings, **place)))
         raise StartedError
 
     monkeypatch.setattr(serving, "serve_vllm", start)
-    args = attrs.evolve(recipe.SCALES["glm5"], server_model=model)
     with pytest.raises(StartedError), recipe.open_engine(args, str(tiny_model)):
         pass
     return found[0]
@@ -79,6 +81,18 @@ def planned(root, scale="glm5"):
     args = recipe.SCALES[scale]
     first = attrs.evolve(args, nodes=args.nodes[:1], server_gpus=args.server_gpus[:1])
     return recipe.plan(first)
+
+
+def over_nodes(*, first, start_rank=None):
+    """Return the flags of a node of a server over several nodes of 8 GPUs."""
+    joins = {"--headless": "", "--data-parallel-start-rank": str(start_rank)}
+    address = {"--data-parallel-size-local": "8", "--data-parallel-address": first}
+    return address | ({} if start_rank is None else joins)
+
+
+def sharing(folder, *, role):
+    """Return the flag of a server that shares keys and values by a folder."""
+    return {"--kv-transfer-config": json.dumps(serving.kv_folder(folder, role=role))}
 
 
 def planned_storage(root):

@@ -1,8 +1,11 @@
-"""Run a command as an ordinary user: ``python ordinary_user.py UID FOLDER COMMAND...``, as root.
+"""Run a command as an ordinary user. Root starts it.
+
+    python ordinary_user.py UID GRANT FOLDER COMMAND...
 
 The interpreter and the repository may be in folders that only root can enter. The command therefore
 runs in its own mount namespace. There, the interpreter and the repository have the same paths, but
-below folders that everybody can enter. ``FOLDER`` is given to the user.
+below folders that everybody can enter. ``FOLDER`` is given to the user. ``GRANT`` is how many
+subordinate users the user has there, in an account of its own; without one, if it is 0.
 """
 
 import os
@@ -15,8 +18,10 @@ sys.path.insert(0, str(REPOSITORY))
 
 from primerl.sandbox.guest.isolation import kernel
 
+FIRST_GRANTED = 1_000_000_000
 
-def main(uid: int, folder: str, command: list[str]) -> None:
+
+def main(uid: int, grant: int, folder: str, command: list[str]) -> None:
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     needed = {sys.base_prefix, sys.prefix, str(REPOSITORY), folder}
@@ -31,6 +36,11 @@ def main(uid: int, folder: str, command: list[str]) -> None:
             kernel.mount(
                 f"/proc/self/fd/{opened[path]}", path, None, kernel.MS_BIND | kernel.MS_REC
             )
+    if grant:
+        account = f"tester:x:{uid}:{uid}::{folder}:/bin/sh\n"
+        replace("/etc/passwd", Path("/etc/passwd").read_text("utf-8") + account, folder)
+        for name in ("subuid", "subgid"):
+            replace(f"/etc/{name}", f"tester:{FIRST_GRANTED}:{grant}\n", folder)
     os.chown(folder, uid, uid)
     os.chdir(REPOSITORY)
     os.setgroups([])
@@ -39,6 +49,13 @@ def main(uid: int, folder: str, command: list[str]) -> None:
     folders = dict.fromkeys(["HOME", "TMPDIR", "PYTEST_DEBUG_TEMPROOT"], folder)
     os.environ.update(folders, PYTHONDONTWRITEBYTECODE="1")
     os.execv(command[0], command)
+
+
+def replace(path: str, content: str, folder: str) -> None:
+    """Give a file another content, in this mount namespace only."""
+    other = Path(folder, Path(path).name)
+    other.write_text(content, encoding="utf-8")
+    kernel.mount(str(other), path, None, kernel.MS_BIND)
 
 
 def first_closed(path: str) -> str | None:
@@ -50,4 +67,4 @@ def first_closed(path: str) -> str | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

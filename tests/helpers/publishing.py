@@ -3,7 +3,6 @@
 import threading
 import time
 import uuid
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch.distributed import FileStore
 from primerl._common.digests import digest_of, digest_of_all, raw_bytes
 from primerl._common.threads import thread_count
 from primerl.serving.worker.checked_loading import load_checked
-from primerl.weights.transports.broadcast_group import as_bytes, join_group
+from primerl.weights.transports.broadcast_group import join_group, receive
 from primerl.weights.transports.folder_reader import FolderReader
 
 ROUNDING = 5e-5  # rounding error of logprobs in float32, in nats
@@ -32,8 +31,10 @@ class Replica:
 
     def prepare(self, update):
         if self.reader is None or self.reader.folder != Path(update["folder"]):
-            self.reader = FolderReader(Path(update["folder"]), timeout_s=5.0)
-        self.kinds.append(self.reader.fetch(update["version"], needs=self.needs).kind)
+            self.reader = FolderReader(
+                Path(update["folder"]), needs=lambda name: self.needs(name), timeout_s=5.0
+            )
+        self.kinds.append(self.reader.fetch(update["version"]).kind)
 
     def load(self, update):
         started = time.perf_counter()
@@ -45,6 +46,7 @@ class Replica:
                 expected=manifest.tensors,
                 threads=thread_count(),
                 needs=self.needs,
+                hashed=self.reader.hashed,
             )
         finally:
             self.reader.release()
@@ -138,6 +140,7 @@ class StoreCommunicator:
         self._store = FileStore(place.unique_id.decode(), -1)
         self._rank, self._others = place.rank, place.world_size - 1
         self._done = self.sent = 0
+        self._left = False
         self.timeout_s = 30.0
 
     def broadcast(self, tensor, src):
@@ -146,17 +149,26 @@ class StoreCommunicator:
         if self._rank == src:
             self._store.set(key, raw_bytes(tensor).tobytes().hex())
             self.sent += tensor.numel()
-            self._store.wait([f"{key}/taken"], timedelta(seconds=self.timeout_s))
+            self._wait(f"{key}/taken")
         else:
-            self._store.wait([key], timedelta(seconds=self.timeout_s))
+            self._wait(key)
+            if self._left:
+                return
             data = bytearray.fromhex(self._store.get(key).decode())
             if data:
                 raw_bytes(tensor)[:] = torch.frombuffer(data, dtype=torch.uint8).numpy()
             if self._store.add(f"{key}/members", 1) == self._others:
                 self._store.set(f"{key}/taken", "")
 
+    def _wait(self, key):
+        deadline = time.monotonic() + self.timeout_s
+        while not self._left and not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Wait timeout after {self.timeout_s:g} s")
+            time.sleep(0.001)
+
     def destroy(self):
-        self._store = None
+        self._left = True
 
 
 class StoreMeeting:
@@ -209,21 +221,34 @@ class BroadcastReplicas:
         ]
         for thread in threads:
             thread.start()
-        send()
-        for thread in threads:
-            thread.join(30)
+        try:
+            send()
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            for thread in threads:
+                thread.join(30)
         if errors:
             raise errors[0]
         return receipts
 
+    def leave(self):
+        """Leave all groups, so that no thread waits for a sender."""
+        for _, communicators in self.members.values():
+            for one in communicators:
+                one.destroy()
+
     def _take(self, url, index, update):
         communicators = self._joined(url, index, update)
         taken = {}
-        for name, dtype, shape, group in zip(
-            update["names"], update["dtypes"], update["shapes"], update["groups"], strict=True
+        fields = ("names", "dtypes", "shapes", "groups")
+        for name, tensor in receive(
+            zip(*(update[field] for field in fields), strict=True),
+            communicators,
+            device=torch.device("cpu"),
+            timeout_s=update["timeout_s"],
         ):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            communicators[group].broadcast(as_bytes(tensor), src=0)
             taken[name] = self.tamper(url, name, tensor)
         self.tensors[url, index] = taken
         digests = {name: digest_of(tensor) for name, tensor in taken.items()}

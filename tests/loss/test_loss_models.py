@@ -330,29 +330,36 @@ def test_a_pack_must_begin_with_a_document():
         loss.model_logprobs(model, torch.tensor([5, 6]), torch.tensor([3, 0]), torch.tensor([6, 0]))
 
 
-def test_attention_that_is_not_computed_is_refused():
-    sinks = testing.tiny_model("gpt_oss", num_local_experts=4, layer_types=["full_attention"] * 2)
-    window = testing.tiny_model("mistral", sliding_window=4)
-    _, token_ids, position_ids, labels = packed([3, 6])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt_oss", {"num_local_experts": 4, "sliding_window": 2}),
+        ("gemma2", {"sliding_window": 2}),
+        ("mistral", {"sliding_window": 2}),
+    ],
+)
+def test_windows_sinks_and_capped_scores_are_those_of_each_document_alone(family, settings):
+    model = testing.tiny_model(family, **settings)
+    documents, token_ids, position_ids, labels = packed([3, 7, 6])
+    expected = alone(model, documents, labels, 1.0)
 
-    with pytest.raises(ValueError, match="'s_aux'"):
-        loss.model_logprobs(sinks, token_ids, position_ids, labels)
-    with pytest.raises(ValueError, match="document of 6 tokens exceeds the attention window of 4"):
-        loss.model_logprobs(window, token_ids, position_ids, labels)
-    _, token_ids, position_ids, labels = packed([3, 4])
-    loss.model_logprobs(window, token_ids, position_ids, labels)  # a window that sees all of it
+    ours = loss.model_logprobs(model, token_ids, position_ids, labels)
+
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_layers_that_carry_state_across_documents_are_refused():
+def test_layers_that_carry_state_begin_anew_at_each_document():
     model = testing.tiny_model(
         "qwen3_next",
         layer_types=["linear_attention", "full_attention"],
         shared_expert_intermediate_size=16,
     )
-    _, token_ids, position_ids, labels = packed([3, 6])
+    documents, token_ids, position_ids, labels = packed([3, 6])
+    expected = alone(model, documents, labels, 1.0)
 
-    with pytest.raises(ValueError, match="linear_attention layers, which would carry state"):
-        loss.model_logprobs(model, token_ids, position_ids, labels)
+    ours = loss.model_logprobs(model, token_ids, position_ids, labels)
+
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_switched_model_says_how_to_generate():

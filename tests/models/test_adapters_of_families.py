@@ -35,7 +35,7 @@ def check_exact(model, family, folder, **config):
     parallel.shard(model)  # refuses what could not be saved
     expected = logits(model)
     assert (expected - plain).abs().max() > 0.01 * expected.abs().max()
-    close = {"rtol": 0, "atol": 1e-5 * expected.abs().max().item()}
+    close = {"rtol": 0, "atol": 1e-4 * expected.abs().max().item()}
 
     models.save_adapters(model, folder / "alone")
     alone = peft.PeftModel.from_pretrained(tiny_family(family), folder / "alone")

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from primerl import models, testing
 from primerl._common import checkpoint_tensors as checkpoint
+from primerl.testing.families import tiny_family
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"]
 
@@ -57,3 +59,14 @@ def test_no_more_than_a_layer_is_held():
         peak = max(peak, sum(size for ref, size in seen.values() if not ref.expired()))
     whole = 2 * sum(p.numel() for p in model.parameters())
     assert 0 < peak <= 2 * layer < whole / 2  # experts: one fused and those cut from it
+
+
+def test_a_sharded_model_has_the_names_of_its_own_class():
+    """Those of DeepSeek-V4 depend on the root's class, which FSDP2 replaces by its own."""
+    model = tiny_family("deepseek_v4")
+    names = [name for name, _ in models.checkpoint_tensors(model)]
+
+    model.__class__ = type("FSDPDeepseekV4ForCausalLM", (FSDPModule, type(model)), {})
+
+    assert "head.weight" in names
+    assert [name for name, _ in models.checkpoint_tensors(model)] == names

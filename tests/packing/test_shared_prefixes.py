@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primerl import flops, loss, packing, testing
-from primerl.attention import find_documents, kernels
+from primerl.attention import find_documents, span_kernels
 from primerl.packing import prefixes
 from primerl.types import NOT_SAMPLED, TrainingSample
 
@@ -286,7 +286,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_documents(family, s
 
 
 def test_lengths_that_are_not_computed_in_float32_give_the_same(monkeypatch):
-    monkeypatch.setattr(kernels, "WIDENED_LENGTH", 0)
+    monkeypatch.setattr(span_kernels, "WIDENED_LENGTH", 0)
     model = testing.tiny_model("llama").to(torch.bfloat16)
 
     ours, *_ = scored(model, group(), share_prefixes=True)
@@ -307,11 +307,13 @@ def test_a_continuation_of_tokens_that_are_not_there_is_refused():
 
 
 def test_the_window_counts_shared_tokens():
-    window = testing.tiny_model("mistral", sliding_window=4)
-    position_ids = torch.tensor([0, 1, 2, 3, 2, 3, 4])
+    model = testing.tiny_model("mistral", sliding_window=4)
+    ids, labels = torch.tensor([5, 6, 7, 8, 9, 10, 11]), torch.tensor([6, 7, 8, 0, 10, 11, 0])
+    alone = model(torch.tensor([[5, 6, 9, 10, 11]])).logits[0, 2:4].log_softmax(-1)
 
-    with pytest.raises(ValueError, match="document of 5 tokens exceeds the attention window of 4"):
-        loss.model_logprobs(window, torch.arange(7), position_ids, torch.arange(7))
+    ours = loss.model_logprobs(model, ids, torch.tensor([0, 1, 2, 3, 2, 3, 4]), labels)
+
+    torch.testing.assert_close(ours[4:6], alone.gather(1, labels[4:6, None])[:, 0])
 
 
 def test_an_attention_of_the_models_own_is_refused():

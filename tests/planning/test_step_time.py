@@ -1,5 +1,6 @@
 """Seconds by hand, and those of the flagship's scales, which its page repeats."""
 
+import math
 import re
 
 import attrs
@@ -48,7 +49,9 @@ SERVER = planning.ServerPlan(
 )
 
 
-def time_of(*, nodes=2, ep=1, steps_in_flight=1, config=None, server=SERVER, **changed):
+def time_of(
+    *, nodes=2, ep=1, steps_in_flight=1, prefill_servers=0, config=None, server=SERVER, **changed
+):
     config = config or testing.tiny_model("llama").config
     layout = planning.TrainerLayout(nodes=nodes, gpus_per_node=2, ep=ep)
     rank = planning.RankMemory(
@@ -62,7 +65,11 @@ def time_of(*, nodes=2, ep=1, steps_in_flight=1, config=None, server=SERVER, **c
         activations_on_host=700,
     )
     workload = planning.PlannedStep(
-        rollouts=8, tokens=100, evaluated=2, steps_in_flight=steps_in_flight
+        rollouts=8,
+        tokens=100,
+        evaluated=2,
+        steps_in_flight=steps_in_flight,
+        prefill_servers=prefill_servers,
     )
     found = planning.plan_step(
         config,
@@ -95,7 +102,7 @@ def test_times_are_those_computed_by_hand():
     assert seconds["optimizer"] == 2 * 300 / 1e3
     assert seconds["experts' dispatch"] == 0
     assert seconds["publication, start"] == 8 + 8000 * 16 / 1e6 + 4
-    assert seconds["publication"] == pytest.approx(2 + 0.3 + 0.4 + 2 + 2 + 1)
+    assert seconds["publication"] == pytest.approx(2 + 0.3 + 0.4 + 0.5 + 1 + 1)
     assert seconds["checkpoint, start"] == 500 / 1e3
     assert seconds["checkpoint"] == 3000 / 1e3
     assert seconds["start of servers"] == 2000 / 1e3
@@ -135,8 +142,8 @@ def test_publications_are_as_fast_as_the_rank_and_the_node_that_own_most():
     """Rank 0 owns the layer of 4000 bytes, so node 0 owns 6000 of 8000; ranks 2 and 3 own 1000."""
     _, _, found = time_of()
     start = {"gather": 8.0, "convert": 8 * 16e-3, "copy to host memory": 4.0}
-    full = {"encode": 4 + 4, "write": 6, "read": 8, "patch and hash": 8 / 4, "pause": 1}
-    delta = {"encode": 4 / 2, "write": 0.3, "read": 0.4, "patch and hash": 2 + 2, "pause": 1}
+    full = {"encode": 4 + 4, "write": 6, "read": 2, "patch and hash": (2 + 2) / 4, "pause": 1}
+    delta = {"encode": 4 / 2, "write": 0.3, "read": 0.4, "patch and hash": 2 / 4 + 1, "pause": 1}
     for kind, beside in (("full", full), ("delta", delta)):
         planned = found.publications[kind]
         assert planned.start == pytest.approx(start)
@@ -147,17 +154,27 @@ def test_publications_on_one_host_are_files_in_its_memory():
     _, _, found = time_of(nodes=1)
     full = found.publications["full"].beside
     assert full["write"] == 8 / 2  # by two ranks
-    assert full["read"] == 8 / 2  # by two workers
+    assert full["read"] == 2 / 2  # by two workers
+
+
+def test_a_node_reads_the_experts_of_its_own_workers():
+    """Each of four GPUs has 500 bytes of experts and 500 bytes of other weights."""
+    server = attrs.evolve(SERVER, gpus=4, ep=4, published=2500)
+    assert [server.weights_of(workers) for workers in (1, 2, 4, 8)] == [1000, 1500, 2500, 2500]
+    _, _, found = time_of(server=server)
+    full = found.publications["full"].beside
+    assert full["read"] == 1.5
+    assert full["patch and hash"] == (1.5 + 2) / 4
 
 
 def test_a_full_version_that_takes_longer_than_a_step_is_shown():
     _, seconds, found = time_of()
     full = seconds["publication, full version"]
-    assert full == 8 + 6 + 8 + 2 + 1
+    assert full == 8 + 6 + 2 + 1 + 1
     assert found.full_version_step == found.step > full
     slow = attrs.evolve(SPEEDS, disk=1e2)
     _, seconds, found = time_of(hardware=slow)
-    assert found.full_version_step == seconds["publication, full version"] == 8 + 60 + 80 + 2 + 1
+    assert found.full_version_step == seconds["publication, full version"] == 8 + 60 + 20 + 1 + 1
     plan = planning.Plan(
         model=planning.model_size(testing.tiny_model("llama")), times={"here": found}
     )
@@ -166,12 +183,66 @@ def test_a_full_version_that_takes_longer_than_a_step_is_shown():
     assert re.search(r"here +gather +8\.0 +8\.0 +training waits", text)
 
 
-def played(rollouts, *, config=None, server=SERVER, **changed):
-    """Seconds of rollouts of 100 tokens, 25 of them sampled, without prefill."""
+def played(rollouts, *, config=None, server=SERVER, bf16=1e30, updates=0, **changed):
+    """Seconds of rollouts of 100 tokens, 25 of them sampled, by default without prefill."""
     config = config or testing.tiny_model("llama").config
     workload = planning.PlannedStep(**{"rollouts": 8, "tokens": 100} | changed)
-    speeds = attrs.evolve(SPEEDS, bf16=1e30)
-    return rollout_seconds(config, server, workload, speeds, rollouts=rollouts, fp8=False)
+    return rollout_seconds(
+        *(config, server, workload, attrs.evolve(SPEEDS, bf16=bf16)),
+        rollouts=rollouts,
+        updates=updates,
+        gpus_per_node=2,
+        fp8=False,
+    )
+
+
+def test_an_update_computes_again_what_is_played():
+    config = testing.tiny_model("llama").config
+    whole, half = (float(flops.forward(config, tokens)) / 1e9 for tokens in (100, 50))
+    step = (1000 + 4 * 50 * CACHE) / 1e6
+    # 8 rollouts on 2 GPUs; three updates, each of them with half of a rollout's tokens.
+    expected = 4 * 0.75 * whole + 3 * 4 * half + 25 * step
+    assert played(8, bf16=1e9, updates=3) == pytest.approx(expected)
+    # 40 of 80 rollouts fit at once.
+    step = (1000 + 20 * 50 * CACHE) / 1e6
+    expected = 40 * 0.75 * whole + 20 * half + 2 * 25 * step
+    assert played(80, bf16=1e9, updates=1) == pytest.approx(expected)
+
+
+def test_with_prefill_servers_the_slower_kind_determines_the_time():
+    config = testing.tiny_model("llama").config
+    whole, half = (float(flops.forward(config, tokens)) for tokens in (100, 50))
+    step = (1000 + 4 * 50 * CACHE) / 1e6
+    # 8 rollouts: 2 GPUs sample, and 4 compute prompts.
+    slow = played(8, bf16=1e6, updates=1, prefill_servers=2)
+    assert slow == pytest.approx(max(2 * 0.75 * whole + 2 * half, 4 * half + 25e6 * step) / 1e6)
+    # With 16 GPUs for prompts, the others are slower: they compute the update's prefills.
+    slow = played(8, bf16=1e6, updates=1, prefill_servers=8)
+    assert slow == pytest.approx((4 * half + 25e6 * step) / 1e6)
+    fast = played(8, bf16=1e12, updates=1, prefill_servers=2)
+    assert fast == pytest.approx(0.75 * whole / 1e12 + 25 * step, rel=1e-3)
+    # One rollout is computed by one kind after the other.
+    step = (1000 + 50 * CACHE) / 1e6
+    one = played(1, bf16=1e9, prefill_servers=1)
+    assert one == pytest.approx(0.75 * whole / 1e9 + 25 * step)
+
+
+def test_decoded_tokens_travel_to_their_experts():
+    config = testing.tiny_model("qwen3_moe").config
+    layers = [one for one in flops.chosen_experts(config) if one]
+    sent = 4 * sum(layers) * config.hidden_size * 3 / 4  # four tokens, a quarter to each rank
+    server = attrs.evolve(SERVER, gpus=4, ep=4)
+    alone = played(16, config=config, server=attrs.evolve(server, ep=1))
+    # One of the other three GPUs is in the same node.
+    seconds = sent / 1e3 + 2 * sent / 1e3 + 2 * len(layers) * planning.Hardware().exchange_s
+    assert played(16, config=config, server=server) == pytest.approx(alone + 25 * seconds)
+
+
+def test_prefill_servers_store_keys_and_values():
+    _, seconds, _ = time_of(prefill_servers=1)
+    # Prompts of 8 rollouts, and half of the 8 rollouts that are played, by one node to another.
+    assert seconds["keys and values"] == (8 * 75 + 8 * 50) * CACHE / 1e3
+    assert "keys and values" not in time_of()[1]
 
 
 def test_rollouts_share_a_gpu_as_far_as_there_are_rollouts_and_memory():
@@ -193,8 +264,10 @@ def test_idle_gpus_do_not_make_a_rollout_faster():
 def test_a_step_has_its_share_of_the_steps_that_are_played_at_once():
     config, seconds, found = time_of(steps_in_flight=3)
     prefill = 0.75 * float(flops.forward(config, 100)) / 1e9
+    again = float(flops.forward(config, 50)) / 1e9
     step = (1000 + 12 * 50 * CACHE) / 1e6  # 24 rollouts on 2 GPUs
-    assert seconds["rollouts"] == pytest.approx((12 * prefill + 25 * step) / 3)
+    # A step has one update, which computes half of the 24 rollouts again.
+    assert seconds["rollouts"] == pytest.approx((12 * prefill + 25 * step) / 3 + 12 * again)
     # Two rollouts, one on each GPU.
     assert seconds["evaluation"] == pytest.approx(prefill + 25 * (1000 + 50 * CACHE) / 1e6)
     assert found.longest == "training"
@@ -205,7 +278,8 @@ def test_decoding_with_an_indexer_reads_its_keys_and_the_chosen_latents():
     latent = 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
     key = config.index_head_dim + 4 * (config.index_head_dim // 128)
     read = config.num_hidden_layers * (8 * latent + 50 * key)
-    assert played(2, config=config) == pytest.approx(25 * (1000 + read) / 1e6)
+    server = attrs.evolve(SERVER, ep=1)
+    assert played(2, config=config, server=server) == pytest.approx(25 * (1000 + read) / 1e6)
 
 
 def test_a_refused_server_has_no_time_of_rollouts():
@@ -265,6 +339,10 @@ def test_the_page_says_what_is_planned(root, scale):
     sizes |= {"sum, of 150.1": rank.device}
     for name, size in sizes.items():
         assert said[name] == f"{size / 1e9:.1f}", name
+    words = " ".join(page.split())
+    assert f"a step of `{scale}` takes {time.step / 60:.1f} minutes" in words.lower()
+    if scale == "glm5":
+        assert f"trainer needs {time.training / 60:.1f} minutes" in words
 
 
 def test_the_page_of_weights_has_the_phases_of_the_plan(root):
@@ -280,8 +358,15 @@ def test_the_page_of_weights_has_the_phases_of_the_plan(root):
     planned_s["sum"] = [sum(one.phases.values()) for one in (full, delta)]
     for name, seconds in planned_s.items():
         assert said[name] == [f"{one:.1f}" for one in seconds], name
-    assert f"longer than a step of {time.step:.0f} s" in section
-    assert f"at least {time.full_version_step:.0f} s" in " ".join(section.split())
+    assert time.full_version_step == time.step
+    assert f"shorter than a step of {time.step:.0f} s" in section
+    copied = sum(plan.storage.serving_node.values()) / 2
+    needs = f"A node reads {copied / 1e9:.0f} of the {plan.traffic.weights / 1e9:.0f} GB"
+    assert needs in " ".join(section.split())
+    disk = planning.Hardware().disk
+    moved = disk * (full.phases["write"] + full.phases["read"])
+    others = sum(full.phases.values()) - moved / disk
+    assert f"{math.ceil(moved / (60 - others) / 1e8) / 10} GB/s instead of 2" in section
     (start,) = (one.seconds for one in time.phases if one.name == "publication, start")
     assert f"| training | {start:.1f} s |" in page
     unseen = [sum(one.beside.values()) - one.beside["pause"] for one in (delta, full)]
@@ -308,4 +393,4 @@ def test_the_page_of_clusters_says_what_a_failure_costs(root):
 def test_a_plan_prints_times_and_their_sources(root):
     text = " ".join(planned(root).text().split())
     assert "FLOPs as coded, 256 rollouts of 50,000 tokens" in text
-    assert "the longest: rollouts" in text
+    assert "the longest: keys and values" in text

@@ -30,6 +30,7 @@ def plan_of(trainer, **changed):
         "step_tokens": 100,
         "steps": 5,
         "max_staleness": 3,
+        "served": 400,
     }
     return planning.plan_storage(trainer, traffic, **arguments | changed)
 
@@ -48,7 +49,7 @@ def test_storage_is_that_computed_by_hand():
     assert list(found.run_folder.values()) == [2 * 2 * 122, 4000, 16 * 100 * 5]
     assert list(found.shared_folder.values()) == [2000, 3 * 10, 4 * 200]
     assert found.models == {"FP8": 1000, "bf16": 2000}
-    assert sum(found.serving_node.values()) == 2000
+    assert sum(found.serving_node.values()) == 800
     total = 2 * 2 * 122 + 4000 + 8000 + 2000 + 30 + 800 + 3000
     assert sum(found.volume.values()) == total
     assert planning.asked(found.volume) == round(1.2 * total)

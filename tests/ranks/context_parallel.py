@@ -19,6 +19,15 @@ LENGTHS = [62, 5, 1, 21, 2, 44, 9, 1, 13, 40, 3, 8]
 STEPS = 2
 MANY_HEADS = {"num_attention_heads": 12, "num_key_value_heads": 6}
 ODD_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 1e-2,  # see testing.families
+}
 CASES = {
     "qwen3, ulysses": ("qwen3", {"cp": 2}, "ulysses", {}),
     "qwen3, gathered": ("qwen3", {"cp": 2}, "gathered", {}),
@@ -37,13 +46,20 @@ CASES = {
     "deepseek_v3, gathered": ("deepseek_v3", {"cp": 4}, "gathered", {"v_head_dim": 16}),
     "minimax_m2, ulysses": ("minimax_m2", {"cp": 2, "ep": 2}, "ulysses", {}),
     "minimax_m2, gathered": ("minimax_m2", {"cp": 2}, "gathered", {}),
+    "lfm2, ulysses": ("lfm2", {"cp": 2}, "ulysses", CONVOLUTION),
+    "qwen3_next, gathered": ("qwen3_next", {"cp": 4, "ep": 2}, "gathered", DELTA_RULE),
     "qwen3_moe, replayed": ("qwen3_moe", {"cp": 2, "ep": 2}, "ulysses", {}),
     "glm4_moe, replayed": ("glm4_moe", {"cp": 2, "ep": 2}, "gathered", {}),
 }
 REPLAYED = ("qwen3_moe, replayed", "glm4_moe, replayed")
-RECOMPUTED = ("qwen3_moe, ulysses", "qwen3_moe, gathered", *REPLAYED)
+RECOMPUTED = ("qwen3_moe, ulysses", "qwen3_moe, gathered", "qwen3_next, gathered", *REPLAYED)
 BY_SEQUENCE = ("llama, ulysses", "llama, gathered")
-SHARING = ("qwen3, four ranks, ulysses", "qwen3, four ranks, gathered", *REPLAYED)
+SHARING = (
+    "qwen3, four ranks, ulysses",
+    "qwen3, four ranks, gathered",
+    "qwen3_next, gathered",
+    *REPLAYED,
+)
 
 
 def samples():
@@ -226,20 +242,21 @@ def refusals(world):
     """Each rank's error for what is not supported; no rank is left waiting."""
     mesh = parallel.mesh(cp=4)
 
-    def call(kind, rows=8, *, positions=True, batch=1, **config):
+    def call(kind, rows=8, *, positions=True, batch=1, padding=False, **config):
         model = testing.tiny_model(kind, **config)
         share_context(model, mesh)
         ids = torch.full((batch, rows), 5)
         begin = world.rank * 8
         where = {"position_ids": torch.arange(begin, begin + rows)[None]} if positions else {}
+        if padding:
+            where["attention_mask"] = torch.arange(rows)[None] > 0
         return refusal(lambda: model(input_ids=ids, use_cache=False, **where))
 
     found = {
         "uneven": call("qwen3", 8 + world.rank % 2),
         "no positions": call("qwen3", positions=world.rank != 1),
         "two": call("qwen3", batch=2 if world.rank == 3 else 1),
-        "sinks": call("gpt_oss"),
-        "window": call("mistral", sliding_window=16),
+        "padding": call("qwen3", padding=True),
         "dropout": call("qwen3", attention_dropout=0.1),
     }
 
@@ -261,7 +278,7 @@ def main(folder):
     references = {}
     if world.is_first:
         for name, (kind, _, _, config) in CASES.items():
-            key = (kind, *config.items(), name in BY_SEQUENCE, name in REPLAYED)
+            key = (kind, str(config), name in BY_SEQUENCE, name in REPLAYED)
             if key not in references:
                 references[key] = reference(kind, config, by_sequence=key[-2], replayed=key[-1])
     found = {}
@@ -269,7 +286,7 @@ def main(folder):
         for name, (kind, _, _, config) in CASES.items():
             found[name] = divided(name, world)
             if world.is_first:
-                key = (kind, *config.items(), name in BY_SEQUENCE, name in REPLAYED)
+                key = (kind, str(config), name in BY_SEQUENCE, name in REPLAYED)
                 found[name]["single"] = references[key]
         found["interleaved"] = interleaved(world)
         found["refusals"] = refusals(world)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from primerl import loss, models, parallel, testing
 from primerl._common.forward_passes import recomputation_method
+from primerl.attention import find_documents
 
 # Four packs: of these documents, the longer ones have more tokens than index_topk.
 LENGTHS = [[7, 5, 20], [16, 16], [3, 9, 11, 9], [32]]
@@ -28,6 +29,15 @@ MESHES = {
     "deepseek_v32": {"ep 2": {"ep": 2}, "cp 4": {"cp": 4}},
 }
 STEPS = 3
+# First position and number of rows of each document: it shares the tokens before with the one
+# before it. In all packs, 4 ranks have 8 rows each.
+DIVISIONS = {
+    "odd documents": [(0, 7), (0, 1), (0, 13), (0, 2), (0, 9)],
+    "fewer tokens than ranks": [(0, 1), (0, 2), (0, 3), *[(0, 1)] * 9, (0, 17)],
+    "boundaries of ranks": [(0, 8), (0, 8), (8, 8), (0, 8)],
+    "prefixes across ranks": [(0, 11), (9, 2), (10, 1), (3, 6), (0, 1), (1, 11)],
+    "prefixes of more tokens than are chosen": [(0, 20), (18, 1), (18, 1), (19, 9), (4, 1)],
+}
 
 
 def pack(number):
@@ -94,6 +104,41 @@ def train(model, packs):
     return history
 
 
+def divided(kind, documents):
+    """Differences of logprobs and gradients of a pack on all ranks from those of transformers."""
+    sizes = SMALL | MODELS[kind] | {"first_k_dense_replace": 9}  # its experts have no float64
+    position_ids = torch.cat([torch.arange(first, first + n) for first, n in documents])
+    generator = torch.Generator().manual_seed(0)
+    token_ids, labels = torch.randint(2, 60, (2, len(position_ids)), generator=generator)
+    weights = torch.randn(len(position_ids), generator=generator, dtype=torch.float64)
+
+    one = testing.tiny_model(kind, **sizes).double()
+    one.set_attn_implementation("eager")
+    found = []
+    for document in find_documents(position_ids):
+        whole = torch.cat([token_ids[begin:end] for begin, end in document.keys])
+        found.append(one(input_ids=whole[None], use_cache=False).logits[0, document.shared :])
+    expected = torch.cat(found).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    (expected * weights).sum().backward()
+
+    many = testing.tiny_model(kind, **sizes).double()
+    ranks = torch.distributed.get_world_size()
+    parallel.shard(many, parallel.mesh(cp=ranks), dtype=torch.float64)
+    inputs = token_ids, position_ids, labels, weights, expected.detach()
+    *inputs, weights, expected = (x.chunk(ranks)[torch.distributed.get_rank()] for x in inputs)
+    logprobs = loss.model_logprobs(many, *inputs)
+    (logprobs * weights).sum().backward()
+    differences = [(logprobs - expected).abs().max().item()]
+    for ours, theirs in zip(many.parameters(), one.parameters(), strict=True):
+        if theirs.grad is not None:
+            differences.append(distance(ours.grad.full_tensor(), theirs.grad))
+    return max(differences), len(differences)
+
+
+def distance(ours, theirs):
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
 def published(model):
     return {name: tensor.clone() for name, tensor in models.checkpoint_tensors(model)}
 
@@ -135,6 +180,9 @@ def main(folder):
                         "weights": max((after[n] - theirs[n]).abs().max().item() for n in after),
                     }
                 found[f"{kind}, {name}"] = rank_found
+            found[f"{kind}, divided"] = {
+                name: divided(kind, documents) for name, documents in DIVISIONS.items()
+            }
     (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -1,20 +1,24 @@
 """recipes/kubernetes/glm_swe.yaml: against the schema of Kubernetes, and against the recipe."""
 
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
+from pathlib import Path
 
 import attrs
 import pytest
 import yaml
 from cluster_commands import (
     launched,
+    over_nodes,
     planned_storage,
     recipe_arguments,
     served,
     served_by_recipe,
+    sharing,
 )
 from glm_swe_trainer import load
 
@@ -57,7 +61,7 @@ def start(manifests, tmp_path):
         (tmp_path / name).write_text(program)
         (tmp_path / name).chmod(stat.S_IRWXU)
     settings = {
-        name: value.replace("/shared", str(tmp_path / "shared"))
+        name: str(tmp_path) + value if value.startswith("/") else value
         for name, value in manifests["ConfigMap", "settings"]["data"].items()
     }
 
@@ -99,6 +103,21 @@ def test_it_fits_the_schema(manifests):
 
     for manifest in manifests.values():
         kubernetes_validate.validate(manifest, OLDEST, strict=True)
+
+
+def test_the_pods_of_the_ray_cluster_fit_the_schema_and_have_room_for_actors(root):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    text = (root / "recipes/kubernetes/ray_environments.yaml").read_text()
+    cluster, policy = yaml.safe_load_all(text)
+    spec = cluster["spec"]
+    (workers,) = spec["workerGroupSpecs"]
+
+    kubernetes_validate.validate(policy, OLDEST, strict=True)
+    for number, group in enumerate([spec["headGroupSpec"], workers]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"pod-{number}"}}
+        kubernetes_validate.validate({**pod, **group["template"]}, OLDEST, strict=True)
+    assert json.loads(json.loads(workers["rayStartParams"]["resources"]))["environments"] >= 1
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
 
 
 def test_it_fits_the_schema_with_the_settings_of_another_cluster(root):
@@ -143,7 +162,8 @@ def test_the_trainer_runs_as_its_scale_says(start_trainer, trainer, server, reci
         model=settings["MODEL"],
         run_dir=settings["RUN_DIR"],
         shared_folder=settings["SHARED_FOLDER"],
-        engine_urls=tuple(f"http://server-{i}.server:8000" for i in range(server["replicas"])),
+        engine_urls=tuple(f"http://server-{i}.server:8000" for i in (4, 8)),
+        prefill_urls=("http://server-0.server:8000",),
     )
     assert os.path.isdir(settings["SHARED_FOLDER"])
 
@@ -176,43 +196,50 @@ def test_it_is_resumed_from_a_checkpoint_and_begun_anew_without_one(start_traine
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_servers_are_those_of_the_scale(start, server, recipe, tmp_path, monkeypatch):
+    """Pods 0 to 3 compute prompts; 4 to 7 are the second server, of which pod 4 listens."""
     (container,) = server["template"]["spec"]["containers"]
     tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
+    folder = start.settings["KV_FOLDER"]
+    found = {
+        number: served(start(server, HOSTNAME=f"server-{number}"), monkeypatch)
+        for number in (0, 3, 4, 5, 11)
+    }
 
-    model, arguments = served(start(server, HOSTNAME="server-5"), monkeypatch)
-
-    assert model == start.settings["FP8_MODEL"]
     scale = recipe.SCALES["glm5"]
-    assert arguments == served_by_recipe(recipe, tiny, model, monkeypatch)
-    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-    assert int(arguments["--data-parallel-size"]) == gpus == scale.server_gpus[0]
+    own = served_by_recipe(recipe, tiny, start.settings["FP8_MODEL"], monkeypatch)
+    assert int(own["--data-parallel-size"]) == scale.server_gpus[0]
+    for number, (model, arguments) in found.items():
+        assert model == start.settings["FP8_MODEL"]
+        before = number % 4
+        assert arguments == own | over_nodes(
+            first=f"server-{number - before}.server", start_rank=8 * before if before else None
+        ) | sharing(folder, role="prefill" if number < 4 else "decode")
     pods = int(start.settings["SERVER_PODS"])
     assert pods == server["replicas"] == 28 - scale.nodes[0]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert pods * gpus == (scale.servers + scale.prefill_servers) * scale.server_gpus[0]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_servers_over_four_pods(start, start_trainer, server, recipe, tmp_path, monkeypatch):
-    """Pods 4 to 7 are the second server, of which pod 4 listens."""
-    over_four = {"PODS_PER_SERVER": "4"}
-    tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
-    words = {
-        number: served(start(server, HOSTNAME=f"server-{number}", **over_four), monkeypatch)
-        for number in (4, 5, 7)
-    }
+def test_the_first_pod_removes_what_was_stored_before(start, server):
+    folder = Path(start.settings["KV_FOLDER"])
+    (folder / "of an earlier run").mkdir(parents=True)
+    start(server, HOSTNAME="server-1")
+    assert [*folder.iterdir()]
+    start(server, HOSTNAME="server-0")
+    assert not [*folder.iterdir()]
 
-    (model, first), (_, second), (_, last) = words.values()
-    of_one = served_by_recipe(recipe, tiny, model, monkeypatch)
-    gpus = recipe.SCALES["glm5"].server_gpus[1]
-    assert first == of_one | {
-        "--data-parallel-size": str(gpus),
-        "--data-parallel-size-local": "8",
-        "--data-parallel-address": "server-4.server",
-    }
-    assert second == first | {"--headless": "", "--data-parallel-start-rank": "8"}
-    assert last == first | {"--headless": "", "--data-parallel-start-rank": "24"}
-    launch = launched(start_trainer(index=0, **over_four))
-    urls = tuple(f"http://server-{number}.server:8000" for number in (0, 4, 8))
-    assert recipe_arguments(recipe, launch, monkeypatch).engine_urls == urls
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_each_pod_a_server(start, start_trainer, server, recipe, tmp_path, monkeypatch):
+    each = {"PODS_PER_SERVER": "1", "PREFILL_SERVERS": "0"}
+    tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
+    model, arguments = served(start(server, HOSTNAME="server-5", **each), monkeypatch)
+    own = served_by_recipe(recipe, tiny, model, monkeypatch)
+    assert arguments == own | {"--data-parallel-size": "8"}
+    args = recipe_arguments(recipe, launched(start_trainer(index=0, **each)), monkeypatch)
+    assert args.engine_urls == tuple(f"http://server-{i}.server:8000" for i in range(12))
+    assert args.prefill_urls == ()
 
 
 def test_there_is_time_to_save(trainer, recipe):
@@ -239,11 +266,18 @@ def test_sizes_are_those_of_the_plan(root, manifests, trainer, server):
         (shared,) = (one["emptyDir"] for one in pod["volumes"] if one["name"] == "memory")
         return quantity(container["resources"]["limits"]["memory"]), quantity(shared["sizeLimit"])
 
-    volume = manifests["PersistentVolumeClaim", "shared"]["spec"]["resources"]["requests"]
+    def volume(name):
+        claim = manifests["PersistentVolumeClaim", name]
+        return quantity(claim["spec"]["resources"]["requests"]["storage"])
+
+    of_servers = {name: size for name, size in storage.volume.items() if "keys and values" in name}
+    of_all = {name: size for name, size in storage.volume.items() if name not in of_servers}
+    assert len(of_servers) == 1
     training, nccl = memory(trainer["template"]["spec"])
     serving, copies = memory(server["template"]["spec"])
     for given, needed in (
-        (quantity(volume["storage"]), planning.asked(storage.volume)),
+        (volume("shared"), planning.asked(of_all)),
+        (volume("keys-and-values"), planning.asked(of_servers)),
         (training, planning.asked(storage.training_node) + nccl),
         (serving, planning.asked(storage.serving_node)),
         (copies, planning.asked(storage.serving_node)),

@@ -15,10 +15,12 @@ import attrs
 import pytest
 from cluster_commands import (
     launched,
+    over_nodes,
     planned_storage,
     recipe_arguments,
     served,
     served_by_recipe,
+    sharing,
 )
 from glm_swe_trainer import load
 from waiting import until
@@ -108,18 +110,21 @@ def job(root, tmp_path):
 
     def start(*arguments, nodes="a,b,c", script="async_grpo.sbatch", **settings):
         outside = {name: value for name, value in os.environ.items() if "PRIMERL" not in name}
+        env = {
+            **outside,
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "STATE": str(state),
+            "SLURM_JOB_NODELIST": nodes,
+            "SLURM_JOB_ID": "42",
+            "SLURM_SUBMIT_DIR": str(root),
+            "NODES_PER_SERVER": "1",
+            "PREFILL_SERVERS": "0",
+            **settings,
+        }
         process = subprocess.Popen(
             ["bash", spool / script, *arguments],
             cwd=tmp_path,
-            env={
-                **outside,
-                "PATH": f"{commands}:{os.environ['PATH']}",
-                "STATE": str(state),
-                "SLURM_JOB_NODELIST": nodes,
-                "SLURM_JOB_ID": "42",
-                "SLURM_SUBMIT_DIR": str(root),
-                **settings,
-            },
+            env={name: value for name, value in env.items() if value is not None},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -458,19 +463,23 @@ def recipe(root):
 def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch):
     scale = recipe.SCALES["glm5"]
     trainers = [f"t{number:02}" for number in range(scale.nodes[0])]
+    servers = [f"x{number:02}" for number in range(12)]
     models = [tmp_path / "glm", tmp_path / "glm-fp8"]
 
     code, out, errors = run(
         job,
         *[*models, "run", "--steps", "500", "--resume", "run"],
         script="glm_swe.sbatch",
-        nodes=",".join([*trainers, "x", "y"]),
+        nodes=",".join([*trainers, *servers]),
+        NODES_PER_SERVER=None,  # the job's own
+        PREFILL_SERVERS=None,
     )
 
     assert code == 0, errors
-    assert out == "serving: http://x:8000 http://y:8000\n"
+    sampling = ("http://x04:8000", "http://x08:8000")
+    assert out == f"serving: {' '.join(sampling)}, computing prompts: http://x00:8000\n"
     words = {event.split()[1]: event.split()[3:] for event in job.events() if "key=set" in event}
-    assert words.keys() == {*trainers, "x", "y"}
+    assert words.keys() == {*trainers, *servers}
 
     launch = launched(words["t00"])
     assert all(words[trainer] == words["t00"] for trainer in trainers)
@@ -487,16 +496,24 @@ def test_glm_swe_runs_as_its_scale_says(root, job, recipe, tmp_path, monkeypatch
         run_dir="run",
         resume="run",
         shared_folder="run/shared",
-        engine_urls=("http://x:8000", "http://y:8000"),
+        engine_urls=sampling,
+        prefill_urls=("http://x00:8000",),
     )
     assert (tmp_path / "run/shared").is_dir()
+    assert not (tmp_path / "run/shared/keys-and-values").exists()  # it was, until the servers ended
 
     tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
-    model, arguments = served(words["x"], monkeypatch)
-    assert words["x"] == words["y"]
-    assert model == str(models[1])
-    assert arguments == served_by_recipe(recipe, tiny, model, monkeypatch)
-    assert int(arguments["--data-parallel-size"]) == scale.server_gpus[0]
+    own = served_by_recipe(recipe, tiny, str(models[1]), monkeypatch)
+    assert int(own["--data-parallel-size"]) == scale.server_gpus[0]
+    for number, server in enumerate(servers):
+        model, arguments = served(words[server], monkeypatch)
+        assert model == str(models[1])
+        role = "prefill" if number < 4 else "decode"
+        before = number % 4
+        start_rank = 8 * before if before else None
+        assert arguments == own | over_nodes(
+            first=servers[number - before], start_rank=start_rank
+        ) | sharing(tmp_path / "run/shared/keys-and-values", role=role)
 
 
 def test_servers_of_glm_swe_over_several_nodes(job, recipe, tmp_path, monkeypatch):
@@ -513,19 +530,18 @@ def test_servers_of_glm_swe_over_several_nodes(job, recipe, tmp_path, monkeypatc
     words = {event.split()[1]: event.split()[3:] for event in job.events() if "server" in event}
     words = {node: served(words[node], monkeypatch) for node in ("s1", "s2", "s3", "s4")}
     tiny = testing.tiny_chat_model(tmp_path / "tiny", "glm4_moe", max_position_embeddings=128)
-    of_one = served_by_recipe(recipe, tiny, "fp8-model", monkeypatch)
+    own = served_by_recipe(recipe, tiny, "fp8-model", monkeypatch)
+    own["--data-parallel-size"] = "16"
     for first, further in (("s1", "s2"), ("s3", "s4")):
-        over_two = of_one | {
-            "--data-parallel-size": "16",
-            "--data-parallel-size-local": "8",
-            "--data-parallel-address": first,
-        }
-        assert words[first] == ["fp8-model", over_two]
-        joins = {"--headless": "", "--data-parallel-start-rank": "8"}
-        assert words[further] == ["fp8-model", over_two | joins]
+        assert words[first] == ["fp8-model", own | over_nodes(first=first)]
+        assert words[further] == ["fp8-model", own | over_nodes(first=first, start_rank=8)]
 
     code, _, errors = run(job, *started, nodes="t,s1,s2,s3", **serving)
     assert (code, "3 nodes serve, expected a multiple of NODES_PER_SERVER=2" in errors) == (1, True)
+
+    serving["PREFILL_SERVERS"] = "2"
+    code, _, errors = run(job, *started, nodes="t,s1,s2,s3,s4", **serving)
+    assert (code, "4 of 4 serving nodes are for PREFILL_SERVERS" in errors) == (1, True)
 
 
 def test_a_node_of_a_server_that_ends_fails_the_job(job):
@@ -579,7 +595,8 @@ def test_servers_of_glm_swe_take_further_flags_and_refuse_a_split_prefill(job, m
     offload = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
     flags = f"--kv-transfer-config={offload}"
     started = ["model", "fp8-model", "run"]
-    run(job, *started, script="glm_swe.sbatch", nodes="a,b", TRAIN_NODES="1", SERVER_FLAGS=flags)
+    places = {"nodes": "a,b", "TRAIN_NODES": "1"}
+    run(job, *started, script="glm_swe.sbatch", SERVER_FLAGS=flags, **places)
     (words,) = (event.split()[3:] for event in job.events() if event.startswith("server"))
 
     _, arguments = served(words, monkeypatch)
@@ -594,7 +611,47 @@ def test_what_glm_swe_lacks_is_said(job):
     assert (code, "expected MODEL FP8_MODEL RUN_DIR" in errors) == (1, True)
 
 
-@pytest.mark.parametrize("name", [*JOBS, "trainer_and_servers.sh"])
+RAY = r"""
+if [[ $1 == status ]]; then [[ -e "$STATE/up" ]]; exit; fi
+echo "$SLURMD_NODENAME" "$@" >> "$STATE/events"
+case "$*" in
+    *--head*) [[ -n ${RAY_AUTH_TOKEN_PATH:-} ]] && touch "$STATE/up"; sleep 2 ;;
+    *) sleep 60 ;;
+esac
+"""
+SRUN = r"""
+for word; do case $word in --nodelist=*) nodes=${word#--nodelist=} ;; esac; done
+while [[ $1 != ray ]]; do shift; done
+for node in ${nodes//,/ }; do SLURMD_NODENAME=$node "$@" & done
+wait
+"""
+
+
+def test_nodes_of_a_ray_cluster_join_its_head(root, tmp_path):
+    for name, body in {"ray": RAY, "srun": SRUN, "scontrol": 'tr "," "\\n" <<< "$3"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    folder = tmp_path / "shared"
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "STATE": str(tmp_path)}
+    with subprocess.Popen(
+        ["bash", root / "recipes/slurm/ray_environments.sbatch", folder],
+        env={**os.environ, **variables, "SLURM_JOB_NODELIST": "a,b,c"},
+        start_new_session=True,
+    ) as job:
+        assert job.wait(60) == 0  # when the head has ended
+        os.killpg(job.pid, signal.SIGKILL)
+
+    room = '--resources={"environments": 4}'
+    assert sorted((tmp_path / "events").read_text().splitlines()) == [
+        f"a start --block {room} --head --port=6379 --include-dashboard=false",
+        f"b start --block {room} --address=a:6379",
+        f"c start --block {room} --address=a:6379",
+    ]
+    assert stat.S_IMODE((folder / "ray-token").stat().st_mode) == 0o600
+    assert not (folder / "ray-address").exists()
+
+
+@pytest.mark.parametrize("name", [*JOBS, "trainer_and_servers.sh", "ray_environments.sbatch"])
 def test_the_shell_finds_nothing_to_say(root, name):
     path = root / "recipes/slurm" / name
     subprocess.run(["bash", "-n", path], check=True)

@@ -22,7 +22,7 @@ pytest.importorskip("swe_folder", reason="pip install --no-deps -e recipes/envir
 needed()
 
 from bugfix.expert import Expert
-from swe_folder import agent, repositories, tasks
+from swe_folder import agent, archives, repositories, tasks
 from swe_folder.grading import verdict
 from swe_folder.issues import read
 from swe_folder.layouts import by_names, layout
@@ -327,6 +327,14 @@ FORGED = {
     "extended header is malformed": extended(b"9 path=a\n9 comment\n"),
     "extended header has the number": extended(b"1" * 512),
     "sparse file": extended(b"22 GNU.sparse.major=1\n") + header(b"0", 0),
+    "a sparse file": header(b"S", 0),
+    "the member at byte 512 is cut off": header(b"0", b"\x80" + b"\xff" * 11),
+    "has the number '-1'": extended(b"11 size=-1\n") + header(b"0", 0),
+    "a zero byte": extended(b"12 path=a\0b\n") + header(b"0", 0),
+    "a name is too long": extended(b"65550 path=" + b"x" * 65538 + b"\n") + header(b"0", 0),
+    "extended header at byte 512 has 65537 bytes": extended(b"x" * 65537, b"L"),
+    "extended header at byte 512 has 1048577 bytes": extended(b"x" * 1048577, b"g"),
+    "more than 200000 headers and records": extended(b"4 =\n" * 200_000),
     "is empty": b"",
 }
 
@@ -439,3 +447,28 @@ def test_verdicts_need_every_expected_test():
     assert not verdict(done(""), ["a::b"])[0]
     assert verdict(done(""), [])[0]
     assert not verdict(done("PASSED a::b", exit_code=1), [])[0]
+
+
+def test_records_of_an_archive_that_nobody_needs_are_dropped():
+    """They would be copied for each further member, in quadratic time."""
+    records = b"9 abc=xy\n" + b"10 path=x\n" + b"20 GNU.sparse.x=123\n"
+    assert archives._records(records, archives._Steps()) == {"path": "x", "GNU.sparse.": "123"}
+
+
+def test_what_is_not_a_file_is_left_out():
+    """Devices, pipes, folders, and links to what is not in the archive."""
+    names = {b"1": b"hard", b"3": b"character", b"4": b"block", b"5": b"folder", b"6": b"pipe"}
+    forged = b"".join(header(kind, 0, name) for kind, name in names.items())
+    twice = header(b"0", 1, b"same") + b"a".ljust(512, b"\0")
+    twice += header(b"0", 1, b"same") + b"b".ljust(512, b"\0")
+    assert repositories.unpacked(forged + twice) == {"same": b"b"}
+
+
+@pytest.mark.parametrize("names", [["a/" * 600 + "deep"], [f"a/{k}" for k in range(20_001)]])
+def test_archive_with_too_long_or_too_many_names(names):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(ValueError, match="more than 20000 members, or a name longer than 1024"):
+        repositories.unpacked(buffer.getvalue())

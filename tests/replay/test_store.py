@@ -604,3 +604,14 @@ class TestHostileReferences:
             store._path.unlink()
             moved.rename(store._path)
             assert len(read(reference).rows) == 6
+
+
+def test_a_store_removes_the_routes_of_references(tmp_path):
+    with Store(SHAPE) as store, Store(SHAPE) as other:
+        (kept,), (gone,), (foreign,) = put(store), put(store, seed=1), put(other)
+        copy = pickle.loads(pickle.dumps(store))
+
+        assert copy.discard([gone, gone, foreign, "inline:x", f"{kept}0"]) == 1
+        assert files_of(store) == [file_of(store, kept)]
+        assert files_of(other) == [file_of(other, foreign)]
+        assert store.discard([gone]) == 0

@@ -798,11 +798,20 @@ def test_a_state_is_restored_only_where_its_groups_are_what_the_worker_would_mak
 
 
 def test_a_task_that_cannot_be_stored_is_an_error_that_loses_nothing():
-    with make_worker(tasks=[{"prompt": "a", "check": object()}]) as rollouts:
+    base, playing, released = scored(), threading.Event(), threading.Event()
+
+    async def held(task, engine, params):
+        playing.set()
+        await asyncio.to_thread(released.wait, 20)
+        return await base(task, engine, params)
+
+    with make_worker(environment=held, tasks=[{"prompt": "a", "check": object()}]) as rollouts:
+        assert playing.wait(timeout=20)
         with pytest.raises(
             ValueError, match=r"task '0'\['check'\] is a object, which can't be stored"
         ):
             rollouts.state()
+        released.set()
         assert len(rollouts.take(version=0)) == 3
 
 
@@ -895,7 +904,14 @@ def test_blocking_work_shows_as_loop_lag():
     [({1, 2}, "a set"), (2**70, "more than 64 bits"), ({"deep": [1.0, complex(1)]}, "a complex")],
 )
 def test_a_state_never_changes_a_task_silently(value, message):
-    with make_worker(tasks=[{"prompt": "a", "extra": value}]) as rollouts:
+    playing = threading.Event()
+
+    async def endless(task, engine, params):  # a state holds the tasks of groups in flight
+        playing.set()
+        await asyncio.Event().wait()
+
+    with make_worker(environment=endless, tasks=[{"prompt": "a", "extra": value}]) as rollouts:
+        assert playing.wait(timeout=20)
         with pytest.raises(ValueError, match=message):
             rollouts.state()
 

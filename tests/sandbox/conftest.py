@@ -5,6 +5,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -17,8 +18,9 @@ def host(tmp_path_factory):
     secret.write_text("primerl-secret")
     address = "127.0.0.2"
     tcp = socket.create_server(("0.0.0.0", 0))
+    short = tempfile.TemporaryDirectory(dir="/tmp")  # a socket's path has at most 107 bytes
     unix = socket.socket(socket.AF_UNIX)
-    unix.bind(str(folder / "socket"))
+    unix.bind(f"{short.name}/socket")
     unix.listen()
     name = f"primerl-{secrets.token_hex(8)}"
     abstract = socket.socket(socket.AF_UNIX)
@@ -31,7 +33,7 @@ def host(tmp_path_factory):
         "@PID@": str(victim.pid),
         "@PORT@": str(tcp.getsockname()[1]),
         "@ADDRESS@": address,
-        "@SOCKET@": str(folder / "socket"),
+        "@SOCKET@": f"{short.name}/socket",
         "@ABSTRACT@": name,
         "@MARK@": f"mark-{secrets.token_hex(8)}",
     }
@@ -40,3 +42,4 @@ def host(tmp_path_factory):
     victim.wait()
     for listener in (tcp, unix, abstract):
         listener.close()
+    short.cleanup()

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import platform
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from sandboxed import needed, with_pool
 
 from primerl.sandbox import SandboxPool, SandboxUnavailable, probe
-from primerl.sandbox.guest.isolation import seccomp, syscalls
+from primerl.sandbox.guest.isolation import seccomp, subordinate_users, syscalls
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -124,3 +125,20 @@ def test_isolation_is_described():
     assert "watchdog" in isolation.memory
     assert "kernel" in str(isolation)
     assert platform.system() == "Linux"
+
+
+@pytest.mark.parametrize(
+    ("lines", "granted"),
+    [
+        ("other:1:5\n{name}:100000:65536\n{name}:1:2", ("100000", "65536")),
+        ("{uid}:7:2", ("7", "2")),
+        ("{name}:7:1", None),  # one for each sandbox is too few
+        ("{name}:x:65536\n{name}:7\n\n", None),
+        ("", None),
+    ],
+)
+def test_subordinate_users_are_read_from_their_file(tmp_path, lines, granted):
+    user = pwd.getpwuid(os.getuid())
+    (tmp_path / "subuid").write_text(lines.format(name=user.pw_name, uid=user.pw_uid))
+    assert subordinate_users._granted(str(tmp_path / "subuid")) == granted
+    assert subordinate_users._granted(str(tmp_path / "missing")) is None

@@ -44,9 +44,15 @@ def test_group_above_a_leaf_is_delegated(tree, tmp_path):
 
 
 def test_enabled_controllers_are_left_alone(tree, tmp_path):
+    root = tree(enabled="cpu memory pids")
+    assert found(tmp_path) == (root / "work", "")
+    assert (root / "work/cgroup.subtree_control").read_text() == "cpu memory pids"
+
+
+def test_processors_are_shared_equally_where_that_is_delegated(tree, tmp_path):
     root = tree(enabled="memory pids")
     assert found(tmp_path) == (root / "work", "")
-    assert (root / "work/cgroup.subtree_control").read_text() == "memory pids"
+    assert (root / "work/cgroup.subtree_control").read_text().startswith("+cpu")
 
 
 def test_missing_controllers_are_named(tree, tmp_path):

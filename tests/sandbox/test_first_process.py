@@ -15,16 +15,17 @@ from primerl.sandbox.guest.processes import OwnNamespace
 def test_a_limit_is_named_although_what_is_killed_ends_late(monkeypatch):
     """On a busy machine, processes that hold much memory take seconds to end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    settings = {"memory_bytes": 1 << 20, "lifetime_s": 60.0}
+    settings = {"memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "lifetime_s": 60.0, "session": True}
     first = init.Init(
         theirs,
         settings,
         start_child=os._exit,
         processes=OwnNamespace(),
         written=lambda: (0, 0),
+        sockets=len,
     )
     job = {"id": 1, "timeout_s": -1.0}
-    first._job = init._RunningJob(job, os.getpid(), turn=False)
+    first._job = init._RunningJob(job, os.getpid())
     monkeypatch.setattr(init, "end", lambda *_, **__: False)
 
     def end_process(code):

@@ -10,7 +10,7 @@ from growth import assert_linear
 from sandboxed import needed, with_pool
 
 from primerl.sandbox import Case, SandboxLimits, grade
-from primerl.sandbox.grading import _value, same
+from primerl.sandbox.grading import _encoded_value, _value, same
 from primerl.sandbox.guest.jobs.values import decode
 
 needed()
@@ -180,7 +180,7 @@ def test_tolerance_is_for_floats_only():
 )
 def test_malformed_values_are_refused(said):
     with pytest.raises(ValueError):  # noqa: PT011 - whichever of its messages
-        _value(said, "mark")
+        _value(_encoded_value(said, "mark"))
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_keys_with_equal_hashes_are_refused(wrap):
     said = b"\nmark" + json.dumps(wrap(keys)).encode()
 
     with pytest.raises(ValueError, match="malformed"):
-        _value(said, "mark")
-    assert len(_value(b"\nmark" + json.dumps(wrap(keys[:100])).encode(), "mark")) == 100
+        _value(_encoded_value(said, "mark"))
+    assert len(_value(json.dumps(wrap(keys[:100])).encode())) == 100
 
     def refuse(keys):
         with pytest.raises(ValueError, match="equal hashes"):

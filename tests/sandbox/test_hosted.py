@@ -11,7 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from primerl.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxUnavailable
+from primerl.sandbox import (
+    SandboxError,
+    SandboxLimits,
+    SandboxNotStarted,
+    SandboxPool,
+    SandboxUnavailable,
+)
 from primerl.sandbox.tiers import prime
 
 sdk = pytest.importorskip("prime_sandboxes")
@@ -140,8 +146,10 @@ def test_ends(service, failure, limit):
 
 def test_what_the_service_says_is_not_trusted():
     assert prime._result("no base64!\n", 0, 10, 0.0).limits_hit == ("protocol",)
-    with pytest.raises(SandboxError, match="did not start"):
+    with pytest.raises(SandboxNotStarted, match="did not start"):
         prime._result("\n\n", 0, 10, 0.0)
+    with pytest.raises(SandboxNotStarted, match="did not start"):
+        prime._result("Bg==\n\n", 254, 10, 0.0)
 
 
 def test_no_key(monkeypatch, tmp_path):

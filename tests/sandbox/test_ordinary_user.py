@@ -1,6 +1,7 @@
 """The same attacks and hacks again, as an ordinary user: where the tests themselves run as root."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,20 @@ pytestmark = [
 ]
 
 
+ALL = ["attacks", "grading", "kernel_memory", "neighbours", "places", "repositories", "tiers"]
+
+
 def test_as_an_ordinary_user(tmp_path):
-    names = ["attacks", "grading", "places", "repositories", "tiers"]
+    passes(ALL, tmp_path, grant=0)
+
+
+@pytest.mark.skipif(shutil.which("newuidmap") is None, reason="newuidmap is not installed")
+def test_as_an_ordinary_user_with_subordinate_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRIMERL_TEST_SUBORDINATE", "1")
+    passes(["attacks", "kernel_memory", "neighbours", "places"], tmp_path, grant=65536)
+
+
+def passes(names, tmp_path, *, grant):
     files = [f"tests/sandbox/test_{name}.py" for name in names]
     chosen = ["-k", "not (gvisor or only_root)"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *chosen]
@@ -30,11 +43,11 @@ def test_as_an_ordinary_user(tmp_path):
     command += files
     helper = REPOSITORY / "tests/helpers/ordinary_user.py"
     done = subprocess.run(
-        [sys.executable, str(helper), str(USER), str(tmp_path), *command],
+        [sys.executable, str(helper), str(USER), str(grant), str(tmp_path), *command],
         env=dict(os.environ, PYTHONPATH=str(REPOSITORY)),
         capture_output=True,
         encoding="utf-8",
         timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-40000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout, done.stdout[-2000:]

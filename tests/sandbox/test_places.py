@@ -202,6 +202,21 @@ def test_folder_that_only_root_can_read_is_refused(tier, tmp_path):
         asyncio.run(enter())
 
 
+@pytest.mark.skipif(os.getuid() == 0, reason="sandboxes of root's belong to other users")
+def test_folder_that_only_its_owner_can_read(tmp_path):
+    """Its sandboxes belong to that owner, even if the owner has subordinate users."""
+    (tmp_path / "closed").mkdir(mode=0o700)
+    (tmp_path / "closed" / "file").write_text("read")
+
+    async def run(pool):
+        assert pool.isolation.user == f"user {os.getuid()}"
+        return await pool.run(["cat", f"{tmp_path}/closed/file"])
+
+    readable = [str(tmp_path / "closed")]
+    result = with_pool(run, python=everybodys_python(), readable=readable, concurrency=1)
+    assert result.stdout == b"read", result
+
+
 @pytest.mark.parametrize("tier", ["namespaces", "landlock"])
 def test_a_private_umask_changes_nothing(tier, folders):
     before = os.umask(0o077)

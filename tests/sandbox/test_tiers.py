@@ -13,7 +13,15 @@ import pytest
 from sandbox_attacks import FURTHER, LIMITED, LISTED, PRELUDE
 from sandboxed import everybodys_python, processes_with
 
-from primerl.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxUnavailable, probe
+from primerl.sandbox import (
+    SandboxError,
+    SandboxLimits,
+    SandboxNotStarted,
+    SandboxPool,
+    SandboxUnavailable,
+    probe,
+)
+from primerl.sandbox.guest import messages
 
 ATTACKS = LISTED | FURTHER
 # What a tier doesn't stop, as `pool.isolation` and docs/sandbox.md say.
@@ -205,6 +213,9 @@ CONTAINER_ENGINE = """import json, os, signal, sys
 with open({log!r}, "a") as file: file.write(json.dumps(sys.argv[1:]) + "\\n")
 command = sys.argv[1:]
 if command[0] == "info": sys.exit({info})
+if command[0] == "run" and {short} and open({log!r}).read().count('["run"') > 1:
+    os.write(1, b"\x06")
+    sys.exit(254)
 if command[0] == "rm":
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
@@ -231,10 +242,11 @@ def docker(tmp_path, monkeypatch):
     program = tmp_path / "bin" / "docker"
     program.parent.mkdir()
 
-    def write(info=0):
+    def write(info=0, short=False):
         script = program.with_suffix(".py")
         script.write_text(
-            CONTAINER_ENGINE.format(log=str(log), info=info, home=str(home)), encoding="utf-8"
+            CONTAINER_ENGINE.format(log=str(log), info=info, home=str(home), short=short),
+            encoding="utf-8",
         )
         # No interpreter's path with spaces, nor a long one, can be in a first line with #!.
         command = shlex.join([sys.executable, str(script)])
@@ -282,6 +294,46 @@ def test_container_is_confined_by_its_options(docker):
     ):
         assert options in call
     assert '"--user", "0' not in call
+
+
+def test_container_that_can_not_start_its_job(docker):
+    log = docker(short=True)
+    with pytest.raises(SandboxNotStarted):
+        asyncio.run(used("docker", lambda pool: pool.run("pass")))
+    assert log.read_text().count('["run"') == 4  # when the pool starts, and three attempts
+
+
+SINGLE_JOB = """
+import os, signal
+from primerl.sandbox.guest import single_job
+single_job.interpreter.ENVIRONMENT["HOME"] = "/"
+if {short}:
+    def chdir(path): raise OSError(12, "no memory")
+    os.chdir = chdir
+single_job.main()
+"""
+CLAIM = """
+import os
+for number in range(3, 64):
+    try: os.write(number, b"!")
+    except OSError: pass
+os._exit({code})
+"""
+
+
+@pytest.mark.parametrize(
+    ("short", "code", "exits"),
+    [(True, 0, 254), (False, 3, 3), (False, 254, 255), (False, 126, 126)],
+)
+def test_only_the_guest_says_that_a_job_did_not_start(short, code, exits):
+    header = {"kind": "code", "code": CLAIM.format(code=code), "files": [], "sizes": []}
+    header |= {"environment": {}, "folder": ".", "rlimits": {}, "ends_in_s": 60}
+    done = subprocess.run(
+        [sys.executable, "-c", SINGLE_JOB.format(short=short)],
+        input=messages.packed(header, []),
+        capture_output=True,
+    )
+    assert (done.returncode, done.stdout) == (exits, b"\x06"), done.stderr
 
 
 async def used(tier, work, **arguments):

@@ -8,7 +8,7 @@ import torch
 from resident_pages import AROUND, resident_pages
 
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl._common.digests import digest_of, digest_of_all
+from primerl._common.digests import HashedTensor, digest_of, digest_of_all
 from primerl._common.tensor_files import map_tensors, write_tensors
 from primerl._common.threads import BoundedThreads
 from primerl.serving.worker import checked_loading
@@ -274,3 +274,91 @@ def test_an_error_cancels_the_tasks_that_have_not_begun():
         fail()
     assert [task.cancelled() for task in tasks] == [False, True]
     assert threads_beside() == []
+
+
+# ---- tensors that were hashed before the pause ----
+
+
+def prepared(tensors):
+    return {id(tensor): HashedTensor.of(tensor) for tensor in tensors.values()}
+
+
+@pytest.fixture
+def hashes(monkeypatch):
+    """How often tensors are hashed in the pause."""
+    count = []
+
+    def counted(tensor):
+        count.append(tensor)
+        return digest_of(tensor)
+
+    monkeypatch.setattr(checked_loading, "digest_of", counted)
+    return count
+
+
+def loaded_after(tensors, hashed):
+    worker = Worker()
+    found = load_checked(worker.load, tensors.items(), expected=EXPECTED, threads=2, hashed=hashed)
+    return found.compare(EXPECTED), worker.held
+
+
+def test_prepared_tensors_are_not_hashed_again(hashes):
+    tensors = published()
+    found, held = loaded_after(tensors, prepared(tensors))
+
+    assert found["digest"] == DIGEST
+    assert hashes == []
+    assert digests_of(held) == EXPECTED
+
+
+def test_prepared_tensors_that_changed_or_were_replaced_are_hashed_again(hashes):
+    tensors = published()
+    hashed = prepared(tensors)
+    tensors[NAMES[3]][0, 0] += 1
+    tensors[NAMES[5]] = tensors[NAMES[5]].clone()
+    found, _ = loaded_after(tensors, hashed)
+
+    assert found["differing"] == [NAMES[3]]
+    assert len(hashes) == 2
+
+
+def test_prepared_tensors_that_are_exchanged_are_reported(hashes):
+    tensors = published()
+    hashed = prepared(tensors)
+    one, two = NAMES[:2]
+    tensors[one], tensors[two] = tensors[two], tensors[one]
+    found, _ = loaded_after(tensors, hashed)
+
+    assert found["differing"] == [one, two]
+    assert hashes == []
+
+
+def test_tensors_that_do_not_count_their_changes_are_hashed_again(hashes):
+    with torch.inference_mode():
+        tensors = published()
+        hashed = prepared(tensors)
+        found, _ = loaded_after(tensors, hashed)
+
+    assert found["digest"] == DIGEST
+    assert len(hashes) == len(NAMES)
+
+
+def test_for_a_gpu_tensors_come_in_pinned_memory(monkeypatch):
+    """A stand-in for pinned memory: it needs a GPU."""
+    pinned = []
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    given = []
+
+    def load(tensors):
+        for _, tensor in tensors:
+            given.append(tensor.clone())
+
+    loaded = load_checked(load, published().items(), expected=EXPECTED, threads=2, pin=True)
+    assert loaded.compare(EXPECTED)["digest"] == DIGEST
+    assert len(pinned) == len(given) == len(NAMES)
+    assert loaded.ignored == []

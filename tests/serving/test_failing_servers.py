@@ -130,6 +130,23 @@ def test_an_answer_that_is_wrong_everywhere_is_an_error(servers, make):
     assert [MANY - len(one.faults[GENERATE]) for one in servers] == [1, 1]
 
 
+@pytest.mark.parametrize("fault", [DROP, (500, "busy")])
+def test_a_wrong_answer_is_not_final_while_another_server_may_answer_rightly(servers, make, fault):
+    """The other one was lost, or failed the request; neither is a wrong answer."""
+    first, second = servers
+
+    def first_one(request, places):
+        chosen = min(places, key=lambda place: place.url != first.url)
+        return chosen.url, chosen.rank
+
+    engine = make(*servers, routing=first_one)
+    generate(engine, 1)
+    first.faults[GENERATE] = [fault]
+    second.faults[GENERATE] = [GARBAGE]
+    assert len(generate(engine, 1)) == 1
+    assert first.faults[GENERATE] == second.faults[GENERATE] == []
+
+
 def test_a_server_that_fails_fast_does_not_attract_requests(servers, make):
     """It has the fewest requests in flight, because it fails them at once."""
     first, _ = servers

@@ -256,6 +256,18 @@ def test_a_model_is_a_folder_or_could_be_of_the_hub(tmp_path):
             track.require_model(wrong, flag="--teacher")
 
 
+def test_a_folder_to_publish_into_or_its_parent_may_be_written(tmp_path, monkeypatch):
+    for right in (tmp_path, tmp_path / "new"):
+        track.require_shared_folder(right, flag="--weights-folder")
+    with pytest.raises(ValueError, match="--weights-folder is .*/new/new, but .*/new does not exi"):
+        track.require_shared_folder(tmp_path / "new" / "new", flag="--weights-folder")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    for wrong in ("file", ".", "new"):
+        with pytest.raises(ValueError, match="is not a folder that may be written; pass a folder"):
+            track.require_shared_folder(tmp_path / wrong, flag="--shared-folder")
+
+
 def test_a_finished_run_is_resumed_with_more_steps_than_it_took(given, refused, folder):
     (folder / "summary.json").write_text(json.dumps({"finished": True, "steps": 20}))
 

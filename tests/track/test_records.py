@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import resource
 import shutil
 import signal
@@ -109,6 +110,86 @@ def test_another_file_in_place_of_a_deleted_one_is_an_alarm_and_stays(tmp_path, 
     assert (folder / "mine").read_text() == "mine"
     assert [record["step"] for record in track.read_rollouts(folder)] == [0] * 4 + [3] * 4
     assert run.summary["records_lost"] == 8
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "rollouts.jsonl", "rollouts.bin", "rollouts.index"]
+)
+def test_a_file_that_is_cut_is_an_alarm_and_later_records_are_whole(tmp_path, name, share):
+    folder = tmp_path / "run"
+    with track.Run(folder) as run:
+        log(run, [0])
+        settled(run)
+        before = (folder / name).stat().st_size
+        size = int(share * before)
+        os.truncate(folder / name, size)
+        log(run, [1])
+        settled(run)
+        (alarm,) = log(run, [2])
+        settled(run)
+        assert f"another program cut it to {size} of {before} bytes" in alarm
+        assert str(folder / name) in alarm
+        assert log(run, [3]) == [None]
+        state = settled(run)
+
+    def steps(path):
+        read = []
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                read.append(json.loads(line)["step"])
+        return read
+
+    assert run.summary["records_lost"] == 4, "of step 1"
+    assert {2, 3} <= set(steps(folder / "metrics.jsonl"))
+    assert {2, 3} <= set(steps(folder / "rollouts.jsonl"))
+    with RolloutFiles(folder) as files:
+        entries = files.groups()[-4:]
+        for entry in entries:
+            for line in files.lines(int(entry["offset"]), int(entry["bytes"])):
+                assert files.record(line)["arrays"]["versions"].size == 7
+    (folder / "summary.json").unlink()
+    with track.Run(folder, state=state) as run:
+        log(run, [4])
+    if name in ("rollouts.jsonl", "rollouts.bin"):
+        with pytest.raises(
+            ValueError, match=r"rollouts.jsonl, at byte \d+, is not a record of a ro"
+        ):
+            list(track.read_rollouts(folder))
+    else:
+        assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("change", ["cut", "deleted"])
+def test_arrays_that_are_lost_between_two_runs_are_an_alarm_and_not_mixed_with_others(
+    tmp_path, change
+):
+    folder = tmp_path / "run"
+    with track.Run(folder) as run:
+        log(run, [0])
+        state = settled(run)
+    (folder / "summary.json").unlink()
+    arrays = folder / "rollouts.bin"
+    before = arrays.stat().st_size
+    if change == "cut":
+        os.truncate(arrays, before // 4)
+    else:
+        arrays.unlink()
+    with track.Run(folder, state=state) as run:
+        log(run, [1])
+        settled(run)
+        (alarm,) = log(run, [2])
+        settled(run)
+        assert f"another program cut it to {arrays_left(change, before)} of {before}" in alarm
+        assert log(run, [3]) == [None]
+
+    assert arrays.stat().st_size > 2 * before
+    with pytest.raises(ValueError, match=r"rollouts.jsonl, at byte \d+, is not a record of a ro"):
+        list(track.read_rollouts(folder))
+
+
+def arrays_left(change, before):
+    return before // 4 if change == "cut" else 0
 
 
 # ---- full disks ----

@@ -10,6 +10,7 @@ import pytest
 from report_pages import embedded, in_browser, needs_chromium
 
 from primerl import advantage, track
+from primerl.track.rollout_files import first_words
 from primerl.track.rollout_records import text_of
 from primerl.types import Group, Rollout, Sample
 
@@ -412,7 +413,161 @@ def test_ten_thousand_rollouts_open_at_once(tmp_path):
     in_browser(folder / "report.html", tmp_path, steps)
 
 
-SOURCES = ("report_page.html", "report_conversation.js", "report.py")
+def metrics_run(folder, **columns):
+    """A run with these metrics; ``__`` in a name stands for a slash."""
+    count = len(next(iter(columns.values())))
+    with track.Run(folder, args={}) as run:
+        for step in range(count):
+            run.log(step, metrics={name.replace("__", "/"): x[step] for name, x in columns.items()})
+    return folder
+
+
+FIGURE = (
+    "[...document.querySelectorAll('figure')]"
+    ".find(one => one.querySelector('strong').textContent === '{}')"
+)
+OPEN_ALL = "document.querySelectorAll('details').forEach(one => one.open = true)"
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [400, 1400])
+def test_labels_of_axes_are_whole_and_large_enough(tmp_path, width):
+    """Their minus signs, too, at both widths. Digits were 8 pixels high, and long ones were cut."""
+    folder = metrics_run(
+        tmp_path / "run",
+        small=[-4.9e-11, 1e-11, 3e-11],
+        large=[-123_456_789.0, 5.0, 2e9],
+        close=[-1000.00012, -1000.00011, -1000.0001],
+    )
+    boxes = (
+        "[...document.querySelectorAll('.ticks span, .steps span')].map(one => {"
+        "const figure = one.closest('figure').getBoundingClientRect();"
+        "const box = one.getBoundingClientRect();"
+        "return [one.textContent, box.left - figure.left, figure.right - box.right,"
+        " one.scrollWidth - one.clientWidth, parseFloat(getComputedStyle(one).fontSize)];})"
+    )
+
+    async def steps(page):
+        await page.run(OPEN_ALL)
+        found = await page.run(boxes)
+        labels = [label for label, *_ in found]
+        assert {"-5e-11", "-1B", "-1,000.00012"} <= set(labels)
+        for label, left, right, hidden, size in found:
+            assert left >= 0, label
+            assert right >= 0, label
+            assert hidden <= 0, label
+            assert size >= 12
+
+    in_browser(folder / "report.html", tmp_path, steps, width=width)
+
+
+@needs_chromium
+def test_a_metric_that_spans_decades_has_a_logarithmic_axis_that_says_so(tmp_path):
+    folder = metrics_run(
+        tmp_path / "run",
+        mismatch_kl=[4.9e-11, 1e-7, 1.9e-3],
+        exact=[0.0, 1e-9, 1e-5],
+        loss=[-1e-9, 1e-5, 1.0],
+        errors=[0, 1, 400],
+        entropy=[0.5, 1.0, 2.0],
+    )
+
+    def said(title):
+        return f"{FIGURE.format(title)}.querySelector('.scale').textContent"
+
+    def labels(title):
+        texts = "querySelectorAll('.ticks span')].map(one => one.textContent)"
+        return f"[...{FIGURE.format(title)}.{texts}"
+
+    async def steps(page):
+        assert await page.run(said("mismatch_kl")) == "log scale"
+        assert await page.run(said("exact")) == "log scale"
+        for title in ("loss", "errors", "entropy"):
+            assert await page.run(said(title)) == ""
+        assert await page.run(labels("mismatch_kl")) == ["1e-11", "1e-8", "1e-5", "0.01"]
+        assert await page.run(labels("entropy")) == ["0.5", "1.0", "1.5", "2.0"]
+        curve = f"{FIGURE.format('mismatch_kl')}.querySelector('.curve').getAttribute('d')"
+        heights = [float(point.split()[1]) for point in (await page.run(curve))[1:].split("L")]
+        assert heights[0] - heights[1] > 20  # 1e-7 is not at the bottom, as 4.9e-11 is
+
+    in_browser(folder / "report.html", tmp_path, steps)
+
+
+@needs_chromium
+def test_colors_mean_runs_and_line_styles_mean_series(tmp_path):
+    """Also in curves that show several series."""
+    one, two = record(tmp_path / "one"), record(tmp_path / "two", seed=1)
+    looks = (
+        "[...document.querySelectorAll('figure')].map(one => ["
+        "one.querySelector('strong').textContent,"
+        " [...one.querySelectorAll('.curve')].map(line => [line.getAttribute('stroke'),"
+        " line.getAttribute('stroke-dasharray')])])"
+    )
+
+    async def steps(page):
+        found = dict(await page.run(looks))
+        for title in ("reward", "completion_tokens", "staleness", "stop"):
+            lines = found[title]
+            assert {color for color, _ in lines} == {"var(--one)", "var(--two)"}
+            assert len(set(map(tuple, lines))) == len(lines)
+        assert {dash for _, dash in found["reward"]} == {""}
+        samples = "document.querySelectorAll('#legend path')"
+        legend = await page.run(f"[...{samples}].map(one => one.getAttribute('stroke'))")
+        assert legend == ["var(--one)", "var(--two)"]
+
+    in_browser(track.write_report([one, two]), tmp_path, steps)
+
+
+CHATS = {
+    "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHow  many?<|im_end|>\n": "How many?",
+    "<|start_header_id|>user<|end_header_id|>\n\nHow many?<|eot_id|>": "How many?",
+    "[gMASK]<sop><|user|>\nHow many?<|assistant|>": "How many?",
+    "<|start|>user<|message|>How many?<|end|><|start|>assistant": "How many?",
+    "<bos><start_of_turn>user\nHow many?<end_of_turn>\n": "How many?",
+    "<s>[INST] How many? [/INST]": "How many?",
+    "How many?\nA:": "How many? A:",
+    "x" * 500: "x" * 79 + "…",
+    "": "",
+}
+
+
+@pytest.mark.parametrize(("prompt", "words"), CHATS.items())
+def test_the_first_words_are_those_of_the_user(prompt, words):
+    assert first_words(prompt) == words
+
+
+@needs_chromium
+def test_the_list_of_rollouts_shows_the_first_words_of_prompts(tmp_path):
+    folder = record(tmp_path / "run")
+    prompt = " ".join(records(folder)[0]["prompt"].split())
+    listed = "document.querySelector('#row-0').children[2].textContent"
+
+    async def steps(page):
+        assert await page.run("document.querySelector('#head').children[2].textContent") == "prompt"
+        assert await page.run(listed) == prompt
+        assert prompt
+
+    in_browser(folder / "report.html", tmp_path, steps)
+
+
+@needs_chromium
+def test_a_verdict_is_on_top_for_each_run(tmp_path):
+    folders = [
+        metrics_run(tmp_path / name, loss=values)
+        for name, values in (("good", [8.0, 7, 6, 5, 4, 3]), ("bad", [3.0, 4, 5, 6, 7, 8]))
+    ]
+    report = track.write_report(folders)
+
+    async def steps(page):
+        lines = "[...document.querySelectorAll('#verdict p')].map(one => one.textContent)"
+        good, bad = await page.run(lines)
+        assert good == "good: learning: loss 7.5 → 3.5 over 6 steps."
+        assert bad.startswith("bad: not learning yet: loss 3.5 → 7.5 over 6 steps")
+
+    in_browser(report, tmp_path, steps)
+
+
+SOURCES = ("report_page.html", "report_conversation.js", "report.py", "verdict.py")
 
 
 def test_the_screenshots_in_the_documentation_are_of_this_page(root):

@@ -389,3 +389,13 @@ def faulty_server(pair):
 @pytest.fixture(autouse=True, scope="session")
 def _threads():
     torch.set_num_threads(2)
+
+
+@pytest.fixture
+def serve_family():
+    """A function that starts a server of a folder in bfloat16, without a prefix cache."""
+    return functools.partial(
+        serving.serve_vllm,
+        env=SERVER_ENV,
+        **SERVER_ARGS | {"dtype": "bfloat16", "enable_prefix_caching": False},
+    )

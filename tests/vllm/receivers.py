@@ -5,7 +5,9 @@ import time
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from primerl.serving.worker.receiver import BroadcastTransfer, FolderTransfer, WeightReceiver
+from primerl._common.digests import digest_of
+from primerl.serving.worker.receiver import WeightReceiver
+from primerl.serving.worker.transfer_engines import BroadcastTransfer, FolderTransfer
 
 
 class FaultyTransfer(FolderTransfer):
@@ -19,7 +21,10 @@ class FaultyTransfer(FolderTransfer):
     def prepare(self, update):
         if self.fault == "slow":
             time.sleep(3)
-        return super().prepare(update)
+        prepared = super().prepare(update)
+        if self.fault == "restarted":  # a new process, which has prepared nothing
+            self.shutdown()
+        return prepared
 
     def _load(self, tensors, expected):
         pairs = dict(tensors)
@@ -31,8 +36,9 @@ class FaultyTransfer(FolderTransfer):
         if self.fault == "altered expert":
             pairs["model.layers.1.mlp.experts.3.up_proj.weight"] += 1
         if self.fault == "expert of nobody":
-            pairs["model.layers.1.mlp.experts.99.up_proj.weight"] = torch.zeros(3)
-            expected = None
+            name = "model.layers.1.mlp.experts.99.up_proj.weight"
+            pairs[name] = torch.zeros(3)
+            expected = {**expected, name: digest_of(pairs[name])}
         if self.fault == "unreached":  # everything is sent, but the model ignores some of it
             expected = {n: e for n, e in expected.items() if "k_proj" not in n}
             pairs = {n: t for n, t in pairs.items() if n in expected}

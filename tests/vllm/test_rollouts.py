@@ -3,13 +3,17 @@
 Each token's logprob is recomputed by a plain forward pass of the weights that it claims.
 """
 
+import functools
+import importlib.util
 import itertools
+import os
 import time
 
 import attrs
 import numpy as np
 import pytest
 import torch
+from fake_ray import two_nodes
 from publishing import ROUNDING, check_rounding, logprobs_of
 
 from primerl import models, rollout, serving, weights
@@ -59,12 +63,13 @@ def make_environment(tokenizer):
         while turns < 2 or (engine.version < task["until"] and turns < 50):
             await chat.turn(f"\n{days[turns % 7]}:")
             turns += 1
-        return chat.rollout(reward=1.0, metrics={"turns": turns})
+        metrics = {"turns": turns, "node": float(os.environ.get("NODE", "0"))}
+        return chat.rollout(reward=1.0, metrics=metrics)
 
     return diary
 
 
-def play(server, policy, on_update):
+def play(server, policy, on_update, place):
     """All groups of a run of seven steps, the worker's totals, and what the server counted."""
     model, tokenizer, versions = policy
     tasks = [{"id": str(n), "until": version} for n, version in enumerate(UNTIL)]
@@ -76,7 +81,7 @@ def play(server, policy, on_update):
         plan = {"group_size": GROUP, "groups_per_step": 1, "max_staleness": UPDATES}
         plan["on_stale"] = "wait"
         params = SamplingParams(max_tokens=10)
-        environment = make_environment(tokenizer)
+        environment = place(make_environment(tokenizer))
         groups, busy = [], []
         with rollout.worker(engine, environment, tasks, params=params, **plan) as rollouts:
             for step in range(len(UNTIL)):
@@ -118,8 +123,24 @@ def recomputed(policy, samples):
 @pytest.mark.parametrize("on_update", ON_UPDATE)
 def test_every_token_was_sampled_by_its_version(server, policy, on_update):
     """Issue 5, Shows 1: 16 rollouts at once, three updates, each pause policy."""
-    groups, stats, counted = play(server, policy, on_update)
+    played = play(server, policy, on_update, place=lambda environment: environment)
 
+    check(policy, on_update, *played)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_every_token_of_actors_on_two_nodes_was_sampled_by_its_version(server, policy):
+    with two_nodes() as cluster:
+        on_ray = functools.partial(rollout.on_ray, actors=2, address=cluster.address)
+        groups, stats, counted = play(server, policy, "recompute", place=on_ray)
+
+    check(policy, "recompute", groups, stats, counted)
+    nodes = {one.metrics["node"] for group in groups for one in group.rollouts}
+    assert nodes == {1.0, 2.0}
+
+
+def check(policy, on_update, groups, stats, counted):
+    """Check that nothing was lost, and that each token has the logprob of its version."""
     # No request is lost, and none is counted twice.
     rollouts = [one for group in groups for one in group.rollouts]
     samples = [sample for one in rollouts for sample in one.samples]

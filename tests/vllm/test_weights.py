@@ -81,6 +81,19 @@ def test_a_reload_gives_the_logprobs_of_the_new_weights(trainer, tmp_path):
     assert receipt.kind == "delta"
 
 
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_a_server_that_was_restarted_after_it_had_prepared_a_version_loads_it(
+    trainer, tmp_path, encoding
+):
+    transport = weights.Disk(
+        trainer.model, trainer.engine, folder=tmp_path / "w", encoding=encoding
+    )
+    with trainer.fault("restarted"):
+        for _ in range(2):
+            trainer.publish(transport)
+            assert trainer.error() < CLOSE
+
+
 def test_smollm2_in_float32(server, smollm2):
     """Dense, with a tied head, 135M parameters; the change is that of 50 steps at 1e-5."""
     trainer = Trainer(smollm2, server)

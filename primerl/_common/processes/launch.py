@@ -116,3 +116,8 @@ def wait_until_over(process: "subprocess.Popen[bytes]", folder: str, *, timeout_
             break
         time.sleep(0.01)
     return over
+
+
+def search_path() -> list[str]:
+    """Return the folders in which this process looks for modules, as absolute paths."""
+    return [os.path.abspath(one) for one in sys.path if isinstance(one, str)]

@@ -1,6 +1,7 @@
 """Context-parallel attention functions, for transformers' ``AttentionInterface``."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -11,9 +12,16 @@ from torch import Tensor, nn
 
 from primerl.attention.documents import Document, Layout, spans_within
 from primerl.attention.kernels import attend
-from primerl.attention.packed import not_passed_on, refuse_other_attention
+from primerl.attention.packed import (
+    attention_options,
+    not_passed_on,
+    read_limits,
+    refuse_other_attention,
+    scaled_by_position,
+)
 from primerl.attention.sparse import attend_sparsely, attend_to_chosen
 from primerl.parallel.collectives import gather_rows_of_all, reduce_scatter
+from primerl.parallel.context_parallel.mixing import DocumentExchange
 from primerl.parallel.expert_parallel.dispatch import exchange
 
 
@@ -44,6 +52,10 @@ class SharedRows:
     """The ranks that share documents."""
     layout: Layout
     """Layout of the queries whose attention this rank computes."""
+    own: Callable[[], Layout]
+    """Returns the layout of the rows that this rank holds."""
+    by_document: Callable[[], DocumentExchange]
+    """Returns the exchange after which each rank has whole documents."""
     exchange: QueryExchange | None = None
     """The exchange of queries; None if each rank computes the attention of its own rows."""
 
@@ -60,8 +72,9 @@ def _ulysses(
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Ulysses attention: each rank computes its share of the heads over all rows."""
-    rows = _checked_rows(module, query, key, attention_mask, documents, asked)
+    rows, options = _rows_and_options(module, query, key, attention_mask, documents, asked)
     ranks, length = dist.get_world_size(rows.group), query.shape[2]
+    query = scaled_by_position(module, query, rows.own)
     if query.shape[1] % ranks:
         raise ValueError(
             f"{type(module).__name__} has {query.shape[1]} query heads, which cannot be divided "
@@ -75,7 +88,9 @@ def _ulysses(
     by_rank = [_by_rank(x, ranks) for x in (query, key, value)]
     fused = torch.cat([x.flatten(2) for x in by_rank], dim=-1).flatten(0, 1)
     q, k, v = _split(exchange(fused, even, even, rows.group), [x.shape[2:] for x in by_rank])
-    attended = attend(q, k, v, rows.layout, scaling=scaling)
+    if (sinks := options["sinks"]) is not None:
+        options["sinks"] = sinks.chunk(ranks)[dist.get_rank(rows.group)]
+    attended = attend(q, k, v, rows.layout, scaling=scaling, **options)
     returned = exchange(attended.flatten(1), even, even, rows.group)
     heads = returned.reshape(ranks, length, *attended.shape[1:])
     return heads.transpose(0, 1).flatten(1, 2).unsqueeze(0), None
@@ -108,13 +123,14 @@ def _gathered(
 
     Ranks with more than the mean work send some of their queries to other ranks.
     """
-    rows = _checked_rows(module, query, key, attention_mask, documents, asked)
+    rows, options = _rows_and_options(module, query, key, attention_mask, documents, asked)
+    query = scaled_by_position(module, query, rows.own)
     q, moved = query[0].transpose(0, 1), rows.exchange
     k, v = gather_rows(key, value, rows.group)
     if moved is None:
-        return attend(q, k, v, rows.layout, scaling=scaling).unsqueeze(0), None
+        return attend(q, k, v, rows.layout, scaling=scaling, **options).unsqueeze(0), None
     q = exchange(q.index_select(0, moved.order), moved.sent, moved.received, rows.group)
-    attended = attend(q, k, v, rows.layout, scaling=scaling)
+    attended = attend(q, k, v, rows.layout, scaling=scaling, **options)
     returned = exchange(attended, moved.received, moved.sent, rows.group)
     return returned.index_select(0, moved.inverse).unsqueeze(0), None
 
@@ -158,7 +174,8 @@ def _sparse(
     **asked: Any,
 ) -> tuple[Float[Tensor, "b t heads dv"], None]:
     """Sparse attention: each rank gathers all latents, and attends for its own rows."""
-    rows = _checked_rows(module, query, key, None, documents, asked)
+    rows = _checked_rows(module, query, key, documents, asked)
+    refuse_other_attention(module, rows.longest, asked)
     q = query[0].transpose(0, 1)
     latent, _ = gather_rows(key, value[..., :0], rows.group)  # keys begin with the values
     spans = spans_within(rows.documents, dist.get_rank(rows.group) * len(q), len(q))
@@ -168,28 +185,40 @@ def _sparse(
     return attended.unsqueeze(0), None
 
 
-def _checked_rows(
+def _rows_and_options(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     attention_mask: Tensor | None,
     rows: SharedRows | None,
     asked: dict[str, Any],
+) -> tuple[SharedRows, dict[str, Any]]:
+    """Return ``rows``, and the arguments of ``attend`` for what the model requests."""
+    rows = _checked_rows(module, query, key, rows, asked)
+    limits = read_limits(module, attention_mask)
+    return rows, attention_options(module, rows.longest, limits, asked)
+
+
+def _checked_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    rows: SharedRows | None,
+    asked: dict[str, Any],
 ) -> SharedRows:
     """Return ``rows``, after checking that this attention supports what the model requests."""
     if rows is None:
         raise ValueError(f"{not_passed_on(module)}, or was called without its model")
-    if attention_mask is not None or query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2]:
         raise ValueError(
-            "this model was sharded with cp > 1, which supports neither padding nor a key-value "
-            "cache; call it with packed documents and use_cache=False"
+            "this model was sharded with cp > 1, which does not support a key-value cache; call it "
+            "with packed documents and use_cache=False"
         )
     if asked.get("dropout"):
         raise ValueError(
             f"{type(module).__name__} uses attention dropout (dropout={asked['dropout']}), which "
             "context parallelism does not support; set the model's attention_dropout to 0"
         )
-    refuse_other_attention(module, rows.longest, asked)
     return rows
 
 

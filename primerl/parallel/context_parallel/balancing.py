@@ -1,18 +1,20 @@
 """Load balancing of context-parallel attention: assignment of rows to ranks.
 
-The query at position p of a document sees p + 1 keys, so ranks with equal numbers of rows have
-unequal work.
+The query at position p of a document sees p + 1 keys, or fewer in layers with windows. So ranks
+with equal numbers of rows have unequal work.
 """
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float64, Int
 
 TOLERANCE = 0.01
 """A rank keeps all its rows if its work exceeds the mean by at most this fraction."""
 
 
-def divide_attention(position_ids: Int[np.ndarray, " t"], parts: int) -> Int[np.ndarray, " t"]:
+def divide_attention(cost: Float64[np.ndarray, " t"], parts: int) -> Int[np.ndarray, " t"]:
     """Return, for each row of a pack, the part (0 to ``parts - 1``) that computes its attention.
+
+    ``cost[j]`` is the number of keys that row j sees, the mean over layers (``flops.seen_keys``).
 
     Part j holds the j-th of ``parts`` equal blocks of rows; ``parts`` must divide their number. A
     part with more than the mean work gives away its surplus, starting with its most expensive rows.
@@ -20,9 +22,8 @@ def divide_attention(position_ids: Int[np.ndarray, " t"], parts: int) -> Int[np.
     are assigned in order to the parts with less than the mean work, in proportion to what each
     lacks.
     """
-    if len(position_ids) % parts:
-        raise ValueError(f"{len(position_ids)} rows cannot be divided equally by parts={parts}")
-    cost = position_ids.astype(np.int64) + 1
+    if len(cost) % parts:
+        raise ValueError(f"{len(cost)} rows cannot be divided equally by parts={parts}")
     by_part = cost.reshape(parts, -1)
     surplus = by_part.sum(1) - cost.sum() / parts
     workers = np.repeat(np.arange(parts), by_part.shape[1])

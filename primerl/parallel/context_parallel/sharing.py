@@ -1,10 +1,10 @@
 """Context parallelism for unmodified Hugging Face models.
 
 Each rank holds an equal, contiguous part of a pack's rows, and computes everything but attention
-from those rows alone. Attention has two methods. With ``"ulysses"``, ranks exchange rows for heads,
-and each computes some heads over all rows. With ``"gathered"``, keys and values are all-gathered,
-and each rank computes some of the queries, chosen so that all ranks have about equally many
-query-key pairs.
+and recurrent mixers from those rows alone. Attention has two methods. With ``"ulysses"``, ranks
+exchange rows for heads, and each computes some heads over all rows. With ``"gathered"``, keys and
+values are all-gathered, and each rank computes some of the queries, chosen so that all ranks have
+about equally many query-key pairs. Mixers run on whole documents (see ``mixing``).
 """
 
 import functools
@@ -15,15 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from primerl import flops
 from primerl.attention.admission import (
     CONTEXT_ATTENTION,
+    chooses_keys,
     is_sparse,
+    named_mixers,
     require_positions,
     unpackable_layers,
     unsupported_rope_lengths,
 )
-from primerl.attention.documents import Document, Span, find_documents, lay_out
-from primerl.attention.packed import no_mask, switch_attention
+from primerl.attention.documents import (
+    Document,
+    Layout,
+    Span,
+    find_documents,
+    lay_out,
+    spans_within,
+)
+from primerl.attention.packed import limits_as_mask, switch_attention
 from primerl.parallel.collectives import gather_rows_of_all
 from primerl.parallel.context_parallel.attention import (
     ATTENTION,
@@ -32,6 +42,11 @@ from primerl.parallel.context_parallel.attention import (
     share_sparse_context,
 )
 from primerl.parallel.context_parallel.balancing import divide_attention
+from primerl.parallel.context_parallel.mixing import (
+    DocumentExchange,
+    exchange_documents,
+    share_mixers,
+)
 from primerl.parallel.device_mesh import Mesh
 
 
@@ -66,8 +81,9 @@ def share_context(model: nn.Module, mesh: Mesh, *, method: str | None = None) ->
             f"{config.model_type} has {heads} query heads, which cannot be divided equally among "
             f'cp={mesh.cp} ranks; use context="gathered"'
         )
+    share_mixers(model)
     name = f"{CONTEXT_ATTENTION}_{method}"
-    switch_attention(model, name, ATTENTION[method], no_mask)
+    switch_attention(model, name, ATTENTION[method], limits_as_mask)
     if config.get_text_config()._attn_implementation != name:
         raise ValueError(
             f"{config.model_type} has its own attention implementation, which would not see the "
@@ -89,11 +105,11 @@ def _require_only_attention(model: nn.Module) -> None:
     text = config.get_text_config()
     reason = None
     kinds = unpackable_layers(model)
-    if getattr(text, "index_topk", None) is not None:
+    if getattr(text, "index_topk", None) is not None or chooses_keys(model):
         reason = "sparse attention, whose indexer scores the keys of all rows"
     elif kinds:
         reason = f"{', '.join(kinds)} layers, which each rank would compute from its own rows only"
-    elif any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    elif _has_convolutions(model):
         reason = "convolutions over rows, which would not see the rows of other ranks"
     elif getattr(config, "is_encoder_decoder", False):
         reason = "an encoder, whose attention looks ahead"
@@ -101,6 +117,13 @@ def _require_only_attention(model: nn.Module) -> None:
         reason = "rotary embeddings that depend on the longest position, which differs by rank"
     if reason:
         raise ValueError(f"{config.model_type} has {reason}; use a mesh with cp=1")
+
+
+def _has_convolutions(model: nn.Module) -> bool:
+    """Return whether a model has convolutions outside its mixers, which run by document."""
+    within = {id(part) for _, mixer in named_mixers(model) for part in mixer.modules()}
+    parts = (part for part in model.modules() if id(part) not in within)
+    return any(isinstance(part, nn.Conv1d) for part in parts)
 
 
 def _find_documents(
@@ -116,13 +139,23 @@ def _find_documents(
     documents = find_documents(positions)
     longest = max(document.length for document in documents)
     device = kwargs["position_ids"].device
-    if not balanced:
-        shared = SharedRows(documents, longest, group, lay_out(documents, device))
-        return args, {**kwargs, "documents": shared}
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    workers = divide_attention(positions.numpy(), ranks)
+    rows = len(positions) // ranks
+
+    @functools.cache  # few models need it, or what follows
+    def own() -> Layout:
+        return lay_out(tuple(spans_within(documents, rank * rows, rows)), device)
+
+    @functools.cache
+    def by_document() -> DocumentExchange:
+        return exchange_documents(documents, rows=rows, rank=rank, ranks=ranks, device=device)
+
+    if not balanced:
+        layout = lay_out(documents, device)
+        shared = SharedRows(documents, longest, group, layout, own, by_document)
+        return args, {**kwargs, "documents": shared}
+    workers = divide_attention(flops.seen_keys(model.config, positions.numpy()), ranks)
     spans = row_spans(np.flatnonzero(workers == rank), documents)
-    rows = len(workers) // ranks
     exchanged = None
     if (workers != np.repeat(np.arange(ranks), rows)).any():
         mine = torch.from_numpy(workers[rank * rows : (rank + 1) * rows])
@@ -130,7 +163,8 @@ def _find_documents(
         sent = torch.bincount(mine, minlength=ranks).tolist()
         received = (workers.reshape(ranks, rows) == rank).sum(1).tolist()
         exchanged = QueryExchange(order.to(device), order.argsort().to(device), sent, received)
-    shared = SharedRows(documents, longest, group, lay_out(spans, device), exchanged)
+    layout = lay_out(spans, device)
+    shared = SharedRows(documents, longest, group, layout, own, by_document, exchanged)
     return args, {**kwargs, "documents": shared}
 
 

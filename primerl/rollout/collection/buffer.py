@@ -65,7 +65,7 @@ class Buffer:
     Steps are counted from the first ``take``, so a run that begins at version 1000 starts no more
     groups than a run that begins at 0. ``tokens`` counts the sampled tokens of trained groups under
     ``"trained"`` and those of dropped groups under the reason; ``masked_tokens`` counts the tokens
-    that ``"mask_tokens"`` masked.
+    that ``"mask_tokens"`` masked. ``on_drop`` is called with each finished group that is dropped.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Buffer:
         keep: Sequence[Callable[[Group], bool]] = (),
         on_stale: Literal["drop", "wait", "mask_tokens"] = "drop",
         await_verification: bool | None = None,
+        on_drop: Callable[[Group], None] = lambda _: None,
     ) -> None:
         if on_stale not in ON_STALE:
             raise ValueError(f"on_stale={on_stale!r}; expected one of {', '.join(ON_STALE)}")
@@ -88,6 +89,7 @@ class Buffer:
         self.masked_tokens = 0
         self.dropped: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self._on_drop = on_drop
         self._keep = tuple(keep)
         self.filters = [getattr(keeps, "__name__", repr(keeps)) for keeps in keep]
         self.refusals = Refusals(warn_after=groups_per_step)
@@ -143,11 +145,11 @@ class Buffer:
         """
         self._require_in_flight()
         if oldest_version(group) is None:
-            self.drop("empty")
+            self.drop_group("empty", group)
             return False
         sampled = self.verification.versions_of(group)
         if self.verification.any_rejected(sampled):
-            self.drop(UNVERIFIED, tokens=len(group.versions))
+            self.drop_group(UNVERIFIED, group)
             return False
         for name, keeps in zip(self.filters, self._keep, strict=True):
             try:
@@ -155,12 +157,17 @@ class Buffer:
             except Exception as error:  # user code may raise anything
                 raise RuntimeError(f"the filter {name!r} raised {located(error)}") from error
             if not kept:
-                self.drop(name, tokens=len(group.versions))
+                self.drop_group(name, group)
                 self.refusals.add(name, group)
                 return False
         self.refusals.clear()
         self._store(group, sampled)
         return True
+
+    def drop_group(self, reason: str, group: Group) -> None:
+        """Count a finished group that will never be trained, and pass it to ``on_drop``."""
+        self.drop(reason, tokens=len(group.versions))
+        self._on_drop(group)
 
     def drop(self, reason: str, *, tokens: int = 0) -> None:
         """Count a started group that will never be trained, and its sampled tokens."""
@@ -337,7 +344,7 @@ class Buffer:
         for one in expired:
             masked = self._masked(one, oldest)
             if masked is None:
-                self.drop("stale", tokens=len(one.group.versions))
+                self.drop_group("stale", one.group)
             else:
                 self.masked_tokens += len(one.group.versions) - len(masked.group.versions)
                 bisect.insort(self._finished, masked, key=_BY_AGE)
@@ -359,7 +366,7 @@ class Buffer:
             gone = set(dropped)
             self._finished = [one for one in self._finished if one not in gone]
             for one in dropped:
-                self.drop(reason, tokens=len(one.group.versions))
+                self.drop_group(reason, one.group)
 
     def _require_in_flight(self) -> None:
         if self.in_flight < 1:

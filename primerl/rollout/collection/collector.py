@@ -17,7 +17,7 @@ from primerl.rollout.collection.buffer import Buffer
 from primerl.rollout.collection.concurrency import follow_load
 from primerl.rollout.collection.engine_watch import EngineWatch, reports_metrics
 from primerl.rollout.collection.evaluation import evaluate
-from primerl.rollout.collection.groups import cancel_once, wait_until_ended
+from primerl.rollout.collection.groups import cancel_once, routes_of, wait_until_ended
 from primerl.rollout.collection.scheduler import GroupScheduler
 from primerl.rollout.collection.settings import (
     CollectionSettings,
@@ -27,7 +27,7 @@ from primerl.rollout.collection.settings import (
 )
 from primerl.rollout.collection.stalls import StallTimer, unfillable
 from primerl.rollout.engines.health import EngineHealth
-from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.protocol import Engine, discard_routes
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.errors import message
@@ -74,6 +74,7 @@ class Collector:
             keep=keep,
             on_stale=plan.on_stale,
             await_verification=plan.await_verification,
+            on_drop=lambda group: discard_routes(self._engine, routes_of(group.rollouts)),
         )
         self._scheduler = GroupScheduler(
             environment=environment,

@@ -12,7 +12,7 @@ from primerl.rollout.collection.staleness import oldest_version
 from primerl.rollout.engines.contract import EngineLimits, check_rollout, check_routes
 from primerl.rollout.engines.health import EngineFailed, EngineHealth, Retry
 from primerl.rollout.engines.observed import ObservedEngine
-from primerl.rollout.engines.protocol import Engine
+from primerl.rollout.engines.protocol import Engine, discard_routes
 from primerl.rollout.environments.environment import Environment, RewardError, Task
 from primerl.rollout.errors import located, name_of
 from primerl.rollout.processes.running_clock import running_time
@@ -107,6 +107,7 @@ async def run_rollout(
     with contextlib.nullcontext() if health is None else health.used():
         while True:
             observed = progress.observe(engine, index, health)
+            used: set[str] = set()
             try:
                 rollout = await attempt(environment, task, observed, params)
                 if observed.bad is not None:
@@ -131,7 +132,15 @@ async def run_rollout(
                 oldest = oldest_version(Group(task_id="", rollouts=[rollout]))
                 if oldest is not None:
                     progress.oldest[index] = oldest
+                used = routes_of([rollout])
                 return rollout
+            finally:  # also if it was cancelled
+                discard_routes(engine, observed.routes_of_calls - used)
+
+
+def routes_of(rollouts: Iterable[Rollout]) -> set[str]:
+    """Return the references to the routes of rollouts."""
+    return {ref for one in rollouts for sample in one.samples for ref in sample.routes}
 
 
 async def attempt(
@@ -213,6 +222,7 @@ async def run_group(
     failures: list[BaseException] = []
     deadline = Deadline(timeout_s, health)
     reason = FAILED
+    used: list[asyncio.Task[Rollout]] = []
     try:
         while pending and size - len(failures) >= needed:
             if deadline.over:
@@ -224,9 +234,12 @@ async def run_group(
             for error in failures:
                 if isinstance(error, RewardError):
                     raise error
-        survivors = [one.result() for one in rollouts if one.done() and _failure(one) is None]
+        survivors = [one for one in rollouts if one.done() and _failure(one) is None]
+        used = survivors if len(survivors) >= needed else []
     finally:
         await cancel_all(pending, timeout_s=CANCEL_S)
+        unused = [one for one in rollouts if one.done() and one not in used]
+        discard_routes(engine, routes_of(one.result() for one in unused if _failure(one) is None))
     if len(survivors) < needed:
         text = f"task {task_id!r}: {len(failures)} of {size} rollouts failed"
         if reason == FAILED:
@@ -238,7 +251,11 @@ async def run_group(
         if failures:
             text += f"; the last error: {located(failures[-1])}"
         raise GroupFailed(text, reason=reason) from (failures[-1] if failures else None)
-    return Group(task_id=task_id, rollouts=survivors, environment=str(task.get("environment", "")))
+    return Group(
+        task_id=task_id,
+        rollouts=[one.result() for one in used],
+        environment=str(task.get("environment", "")),
+    )
 
 
 class Deadline:

@@ -246,14 +246,14 @@ class GroupScheduler:
 
     def _end(self, task: Task, group: Group) -> None:
         if self._buffer.has_rejected_tokens(group):  # nor may the curriculum learn from the group
-            self._buffer.drop(UNVERIFIED, tokens=len(group.versions))
+            self._buffer.drop_group(UNVERIFIED, group)
             return
         self.counters.add_success(group)
         try:
             self._tasks.report(task, group)
             self._buffer.put(group)
         except Exception as error:  # a user's filter or curriculum raised: the run cannot continue
-            self._buffer.drop(FAILED, tokens=len(group.versions))
+            self._buffer.drop_group(FAILED, group)
             self._stop(error)
 
     def _end_failed(self, task: Task, failure: GroupFailed) -> None:

@@ -26,6 +26,31 @@ class _PendingRequest:
     failed: bool = False
 
 
+@attrs.frozen(eq=False)
+class CallRecord:
+    """The record of a completed call, in whichever process it was sampled."""
+
+    tokens: int
+    routes: tuple[str, ...]
+    """References to the routes of the completion."""
+    bad: BadCompletion | None
+    """How the completion breaks the contract."""
+    completion: Any
+    """The completion; None in a record that was sent by another process."""
+
+    @classmethod
+    def of(
+        cls, completion: Any, prompt_length: int, params: SamplingParams, limits: EngineLimits
+    ) -> "CallRecord":
+        """Check a completion; return its record."""
+        routes = tuple(getattr(completion, "routes", ()))
+        try:
+            check_completion(completion, prompt_length, params, limits)
+        except BadCompletion as error:
+            return cls(0, routes, error, completion)
+        return cls(len(completion.token_ids), routes, None, completion)
+
+
 @attrs.define(eq=False, repr=False, slots=False)
 class ObservedEngine:
     """An engine for one attempt at a rollout, which records the attempt's calls."""
@@ -46,9 +71,16 @@ class ObservedEngine:
     """A completion that broke the contract, whether or not the environment caught the error."""
     outage: Exception | None = attrs.field(default=None, init=False)
     """The engine's last error, if it has answered no request of the attempt since."""
+    routes_of_calls: set[str] = attrs.field(factory=set, init=False)
+    """References to the routes of all completions."""
     _open: list[_PendingRequest] = attrs.field(factory=list, init=False)
     _answered: bool = attrs.field(default=False, init=False)
     _sessions: dict[str, str] = attrs.field(factory=dict, init=False)
+
+    @property
+    def observed(self) -> Engine:
+        """The engine whose calls are recorded."""
+        return self._engine
 
     @property
     def version(self) -> PolicyVersion:
@@ -76,20 +108,36 @@ class ObservedEngine:
             BadCompletion: the completion breaks the contract.
         """
         served = self._engine.version
+
+        async def request(name: str | None) -> CallRecord:
+            completion = await self._engine.generate(prompt_ids, params, session=name)
+            limits = EngineLimits.of(self._engine, oldest=served)
+            return CallRecord.of(completion, len(prompt_ids), params, limits)
+
+        completion: Completion = (await self.record(request, session=session)).completion
+        return completion
+
+    async def record(
+        self, request: Callable[[str | None], Awaitable["CallRecord"]], *, session: str | None
+    ) -> "CallRecord":
+        """Record a call that ``request`` makes, under the session's name; wait during outages.
+
+        Raises:
+            Exception: as ``generate`` does.
+        """
         if session is not None and self._name:
             session = self._sessions.setdefault(session, f"{self._name}.{len(self._sessions)}")
         try:
-            completion: Completion = await self._ask(
-                lambda: self._engine.generate(prompt_ids, params, session=session)
-            )
-            limits = EngineLimits.of(self._engine, oldest=served)
-            check_completion(completion, len(prompt_ids), params, limits)
+            call: CallRecord = await self._ask(lambda: request(session))
+            self.routes_of_calls.update(call.routes)
+            if call.bad is not None:
+                raise call.bad
         except BadCompletion as error:
             self.bad = error
             raise
         self._answered = True
-        self._sampled(len(completion.token_ids))
-        return completion
+        self._sampled(call.tokens)
+        return call
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._engine, name)  # for members beyond the protocol

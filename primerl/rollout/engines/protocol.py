@@ -1,11 +1,15 @@
 """The protocol of engines: from a prompt's token ids to sampled tokens."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from primerl.types import Completion, PolicyVersion, Sample, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -50,7 +54,8 @@ class RouteStore(Protocol):
 
     It is pickled into the worker's process. Both methods are called in threads, several at once.
     If the store has a method ``is_instant(tokens)`` that returns True, they are called on the event
-    loop instead, because so few tokens take less time than starting a thread.
+    loop instead, because so few tokens take less time than starting a thread. If it has a method
+    ``discard(references)``, that is called in a thread with references that will not be trained.
     """
 
     def put(
@@ -79,6 +84,21 @@ class RouteStore(Protocol):
             ValueError: they do not; the message says what was expected.
         """
         ...
+
+
+def discard_routes(engine: Any, references: Collection[str]) -> None:
+    """Have an engine's store remove routes that will not be trained, in a thread, and return."""
+    discard = getattr(getattr(engine, "routes", None), "discard", None)
+    if discard is None or not references:
+        return
+
+    def work() -> None:
+        try:
+            discard(references)
+        except Exception:  # any kind of store: its routes only take up room until it is closed
+            log.exception("the routes of dropped rollouts could not be removed")
+
+    asyncio.get_running_loop().run_in_executor(None, work)
 
 
 def is_instant(store: RouteStore, tokens: int) -> bool:

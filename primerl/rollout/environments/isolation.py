@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import functools
 from typing import Any
 
+from primerl._common.processes.launch import LaunchContext
 from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineHost
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.environments.process_pool import ProcessPool
 from primerl.rollout.processes.child import ProcessDied
 from primerl.rollout.processes.pickling import pickle_arguments
+from primerl.rollout.processes.supervised import SupervisedProcess
 from primerl.types import Rollout, SamplingParams
 
 SHARED_TRIES = 2  # another rollout may have caused the death of a shared process
@@ -65,11 +68,12 @@ class IsolatedEnvironment:
         self._timeout_s = timeout_s
         self._engines = EngineHost()
         handlers = {"generate": self._engines.generate}
-        self._pool = ProcessPool(arguments, handlers, processes=processes, threads=threads)
+        # Recorded now, because an environment in this process may change it.
+        context = LaunchContext.current()
+        make = functools.partial(SupervisedProcess, threads=threads, context=context)
+        self._pool = ProcessPool(arguments, handlers, processes=processes, make=make)
         # Rollouts whose process died repeatedly are played again here, one per process.
-        self._alone = ProcessPool(
-            arguments, handlers, processes=processes, threads=threads, most_each=1
-        )
+        self._alone = ProcessPool(arguments, handlers, processes=processes, make=make, most_each=1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the processes: a copy starts its own.
@@ -100,27 +104,10 @@ class IsolatedEnvironment:
     async def _play(
         self, pool: ProcessPool, task: Task, engine: Engine, params: SamplingParams
     ) -> Rollout:
-        child = None
-        deadline = asyncio.timeout(self._timeout_s)
-        try:
-            async with deadline, pool.process() as child:
-                with self._engines.lease(engine, child.notify) as address:
-                    rollout: Rollout = await child.call("play", dict(task), address, params)
-                return rollout
-        except asyncio.CancelledError:
-            if child is not None:  # a blocked process would attract all further rollouts
-                pool.check(child)
-            raise
-        except TimeoutError:
-            if not deadline.expired():
-                raise  # raised by the environment itself
-            if child is not None:
-                await pool.check(child)
-            raise TimeoutError(
-                f"the rollout did not end within {self._timeout_s:.0f} s"
-                if child is not None
-                else f"no environment process was free within {self._timeout_s:.0f} s"
-            ) from None
+        async with pool.process(timeout_s=self._timeout_s) as child:
+            with self._engines.lease(engine, child.notify) as address:
+                rollout: Rollout = await child.call("play", dict(task), address, params)
+            return rollout
 
     def members(self) -> list[dict[str, Any]]:
         """List the processes, each with its ``name``, ``pid`` and ``alive``."""

@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 import attrs
 
-from primerl._common.processes.launch import LaunchContext
+from primerl._common.ray.actors import NoRoom
 from primerl.rollout.collection.groups import attempt
+from primerl.rollout.engines.direct import DirectAddress, DirectEngines
+from primerl.rollout.engines.observed import CallRecord
 from primerl.rollout.engines.remote import EngineAddress, RemoteEngines
 from primerl.rollout.environments.environment import Environment, Task
+from primerl.rollout.errors import summary
 from primerl.rollout.processes.channel import Channel, Handlers
-from primerl.rollout.processes.child import Child, ProcessDied
+from primerl.rollout.processes.child import Child, ChildProcess, ProcessDied
 from primerl.types import PolicyVersion, Rollout, SamplingParams
 
 CLOSE_S = 5.0  # the time that cancelled rollouts have to clean up
@@ -42,7 +46,13 @@ class _PooledProcess:
 class ProcessPool:
     """A pool of processes that each hold the same environment; they start on first use.
 
-    Each process plays at most ``most_each`` rollouts at once; by default any number.
+    Args:
+        arguments: the environment, from ``pickle_arguments``.
+        handlers: functions of this process that the processes may call.
+        processes: the number of processes.
+        make: makes a process that is not yet started.
+        most_each: how many rollouts a process plays at once; by default any number. With a number,
+            rollouts begin when the first process is ready, otherwise when all have been tried.
     """
 
     def __init__(
@@ -51,43 +61,69 @@ class ProcessPool:
         handlers: Handlers,
         *,
         processes: int,
-        threads: int,
+        make: Callable[[], ChildProcess],
         most_each: int | None = None,
     ) -> None:
         self.restarts = 0
         self._arguments = arguments
         self._handlers = handlers
         self._processes = processes
-        self._threads = threads
+        self._make = make
         self._most_each = most_each
-        # Recorded now, because an environment in this process may change it.
-        self._context = LaunchContext.current()
         self._slots: list[_PooledProcess] = []
         self._watchdogs: list[asyncio.Task[None]] = []
         self._checks: dict[Child, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def process(self) -> AsyncIterator[Child]:
+    async def process(self, *, timeout_s: float, wait_counts: bool = True) -> AsyncIterator[Child]:
         """Reserve the process with the fewest rollouts for one more; wait until one is free.
+
+        The rollout is the body of the ``async with`` statement. When it is late or cancelled, its
+        process is checked: a blocked process would attract all further rollouts.
+
+        Args:
+            timeout_s: timeout of the rollout.
+            wait_counts: whether the wait for a process counts.
 
         Raises:
             RuntimeError: no process can be started.
+            TimeoutError: the rollout did not end in time.
         """
-        slot = await self._least_loaded()
-        assert slot.child is not None
-        slot.playing += 1
+        slot = None
+        deadline = asyncio.timeout(timeout_s if wait_counts else None)
         try:
-            yield slot.child
+            async with deadline:
+                slot = await self._reserve()
+                if not wait_counts:
+                    deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
+                assert slot.child is not None
+                child = slot.child
+                yield child
+        except asyncio.CancelledError:
+            if slot is not None:
+                self._check(child)
+            raise
+        except TimeoutError:
+            if not deadline.expired():
+                raise  # raised by the environment itself
+            if slot is not None:
+                await self._check(child)
+            raise TimeoutError(
+                f"the rollout did not end within {timeout_s:.0f} s"
+                if slot is not None
+                else f"no environment process was free within {timeout_s:.0f} s"
+            ) from None
         finally:
-            slot.playing -= 1
-            self._changed.set()
+            if slot is not None:
+                slot.playing -= 1
+                self._changed.set()
 
     def children(self) -> list[Child]:
         """List the processes that have been started."""
         return [slot.child for slot in self._slots if slot.child is not None]
 
-    def check(self, child: Child) -> "asyncio.Task[None]":
+    def _check(self, child: Child) -> "asyncio.Task[None]":
         """Check in the background that a process still answers, and kill it if it does not."""
         if child not in self._checks:
             self._checks[child] = asyncio.create_task(_kill_if_blocked(child))
@@ -103,7 +139,8 @@ class ProcessPool:
         if watchdogs:
             await asyncio.wait(watchdogs)
 
-    async def _least_loaded(self) -> _PooledProcess:
+    async def _reserve(self) -> _PooledProcess:
+        """Wait for a process that may play one more rollout; count the rollout as playing."""
         if not self._watchdogs:
             self._slots = [_PooledProcess() for _ in range(self._processes)]
             self._watchdogs = [
@@ -117,21 +154,24 @@ class ProcessPool:
                 raise RuntimeError(f"no environment process can start: {broken[0]}") from broken[0]
             ready = [p for p in self._slots if p.ready and p.child is not None and p.child.alive]
             free = [slot for slot in ready if slot.playing < most]
-            if free and all(slot.tried for slot in self._slots):
-                return min(free, key=lambda slot: slot.playing)
+            if free and (self._most_each is not None or all(slot.tried for slot in self._slots)):
+                chosen = min(free, key=lambda slot: slot.playing)
+                chosen.playing += 1
+                return chosen
             self._changed.clear()
             await self._changed.wait()
 
     async def _watch(self, slot: _PooledProcess, number: int) -> None:
         """Start a slot's process and replace it whenever it dies, until no process can start."""
         build_failures = deaths = 0
-        while slot.broken is None:
-            name = f"environment process {number}"
-            slot.child = Child(name, EnvironmentHost, threads=self._threads, context=self._context)
+        while slot.broken is None or isinstance(slot.broken, NoRoom):
+            slot.child = Child(
+                f"environment process {number}", EnvironmentHost, process=self._make()
+            )
             try:
                 began = time.monotonic()
                 await slot.child.start(self._arguments, self._handlers)
-                build_failures = 0
+                build_failures, slot.broken = 0, None
                 slot.ready = slot.tried = True
                 self._changed.set()
                 how = await slot.child.wait()
@@ -139,9 +179,14 @@ class ProcessPool:
                 deaths = deaths + 1 if time.monotonic() - began < STABLE_S else 0
                 self.restarts += 1
             except ProcessDied as error:  # died while it was starting
+                log.warning("%s", error)
                 deaths += 1
                 slot.broken = error if deaths == MAX_START_DEATHS else None
+            except NoRoom as error:
+                log.warning("%s", error)
+                slot.broken = error
             except Exception as error:  # loading the environment may raise anything
+                log.warning("%s could not start: %s", slot.child.name, summary(error))
                 build_failures += 1
                 slot.broken = error if build_failures == MAX_BUILD_FAILURES else None
             finally:
@@ -169,6 +214,7 @@ class EnvironmentHost:
     def __init__(self, channel: Channel, *, environment: Environment) -> None:
         channel.max_message_bytes = MAX_REPLY_BYTES
         self._engines = RemoteEngines(channel)
+        self._direct = DirectEngines(channel)
         self._environment = environment
 
     async def astart(self) -> None:
@@ -179,12 +225,22 @@ class EnvironmentHost:
         if hasattr(self._environment, "aclose"):
             await self._environment.aclose()
 
-    async def play(self, task: Task, engine: EngineAddress, params: SamplingParams) -> Rollout:
-        """Play one rollout, with completions from the parent process's engine."""
+    async def play(
+        self, task: Task, where: EngineAddress | DirectAddress, params: SamplingParams
+    ) -> Rollout:
+        """Play one rollout with the parent's engine, or a copy of it that samples from here."""
+        engines: Any = self._direct if isinstance(where, DirectAddress) else self._engines
+        engine = engines.find(where)
         try:
-            return await attempt(self._environment, task, self._engines.find(engine), params)
+            return await attempt(self._environment, task, engine, params)
         finally:
-            self._engines.forget(engine)
+            engines.forget(where)
+
+    async def sample(
+        self, index: int, number: int, session: str | None, version: PolicyVersion
+    ) -> CallRecord:
+        """Sample a call that a rollout made, when the parent process has admitted it."""
+        return await self._direct.sample(index, number, session, version)
 
     def serves(self, index: int, version: PolicyVersion, newest: PolicyVersion) -> None:
         """Record the versions that an engine serves now, as reported by the parent process."""

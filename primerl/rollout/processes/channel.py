@@ -5,7 +5,8 @@ opened on an inherited socket, never on an address.
 
 A message is a pickle with its large buffers (numpy arrays), which are not copied. It is sent in
 frames of bounded size: a message may have any size, and a short message (a heartbeat, a
-cancellation) is sent between the frames of a long one.
+cancellation) is sent between the frames of a long one. A long list that a handler returns is sent
+in parts, because pickling thousands of results at once would block both event loops.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ _HEADER = struct.Struct("<QQI")  # bytes of the envelope, bytes of the content, 
 _BUFFER = struct.Struct("<Q?")  # bytes of a buffer, whether it is writable
 _IN_BAND = 4096  # bytes; smaller buffers cost less inside the pickle
 FRAME_BYTES = 1 << 20
+LIST_ITEMS = 32  # of a list that a handler returns; more are sent in several messages
 
 Handlers = Mapping[str, Callable[..., Any]]
 
@@ -173,6 +175,7 @@ class Channel:
         self._message_numbers = itertools.count()
         self._incoming: dict[int, IncomingMessage] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._parts: dict[int, list[Any]] = {}  # of answers that are arriving
         self._running: dict[int, asyncio.Task[None]] = {}
 
     @classmethod
@@ -201,6 +204,7 @@ class Channel:
             raise
         finally:
             self._calls.pop(number, None)
+            self._parts.pop(number, None)
 
     def notify(self, name: str, *args: Any) -> None:
         """Run the handler ``name`` at the other end without waiting for it."""
@@ -210,7 +214,10 @@ class Channel:
         """Answer calls until the other end closes; all pending calls then fail."""
         try:
             while True:
-                self._dispatch(await self._receive())
+                message = await self._receive()
+                self._dispatch(message)
+                if message.kind == "part":
+                    await asyncio.sleep(0)  # several parts may have arrived
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -254,8 +261,11 @@ class Channel:
                     )
                 )
             else:
-                if message.kind == "return":
-                    answer.set_result(result)
+                if message.kind == "part":
+                    self._parts.setdefault(number, []).extend(result)
+                elif message.kind == "return":
+                    parts = self._parts.get(number)
+                    answer.set_result([*parts, *result] if parts else result)
                 else:
                     answer.set_exception(rebuild_error(result))
 
@@ -265,7 +275,7 @@ class Channel:
             result = self.handlers[name](*message.load())
             if asyncio.iscoroutine(result):
                 result = await result
-            await self._send("return", number, "", result)
+            await self._send("return", number, "", await self._last_part(number, result))
         except asyncio.CancelledError:
             # A CancelledError would look to the caller as if the caller itself were cancelled.
             error = RuntimeError(f"{name!r} was cancelled in the other process")
@@ -275,6 +285,16 @@ class Channel:
             self._post("raise", number, "", describe_error(error))
             if isinstance(error, SystemExit | KeyboardInterrupt):
                 raise
+
+    async def _last_part(self, number: int, result: Any) -> Any:
+        """Send the parts of a long list but the last one, which is returned."""
+        if type(result) is not list or self.max_message_bytes is not None:
+            return result
+        while len(result) > LIST_ITEMS:
+            await self._send("part", number, "", result[:LIST_ITEMS])
+            await asyncio.sleep(0)  # other tasks run in between
+            result = result[LIST_ITEMS:]
+        return result
 
     def _post(self, kind: str, number: int, name: str = "", content: Any = ()) -> None:
         """Send a short message without waiting."""

@@ -1,8 +1,7 @@
 """Child processes that serve calls and never outlive the process that started them.
 
-A child is a fresh interpreter (never a fork) under a supervisor, which ends the child and
-everything that it started. The child inherits one end of a socket pair, so no address or shared
-memory can be left behind. Its temporary files are in a folder that is removed with it.
+A child is a fresh interpreter (never a fork) that answers calls over a channel. Where it runs is
+the concern of its ``ChildProcess``: on this host, or on another one.
 """
 
 import asyncio
@@ -12,30 +11,56 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from primerl._common.processes import launch
-from primerl._common.processes.launch import LaunchContext
-from primerl._common.processes.supervisor import alive, remove_folder, stopped
+from primerl._common.processes.supervisor import alive, stopped
 from primerl.rollout.processes.channel import Channel, ChannelClosed, Handlers
 from primerl.rollout.processes.pickling import load_arguments
 from primerl.rollout.processes.running_clock import RunningLoop
+from primerl.rollout.processes.supervised import STOP_S, SupervisedProcess
 
 START_S = 120.0
-STOP_S = 10.0
 POLL_S = 0.25
-EXIT_CODE_S = 3.0  # for a supervisor to end what the child started and return its exit code
 ORPHAN_S = 0.05  # a dying parent's connection may end this long before its process
-_THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "VECLIB_MAXIMUM", "RAYON")
 
 
 class ProcessDied(RuntimeError):
     """A child process has died; the message names the process and the cause of death."""
+
+
+class ChildProcess(Protocol):
+    """A process that runs ``run_child``, with everything that it starts."""
+
+    @property
+    def host(self) -> str:
+        """The name of the other host on which the process runs; empty on this host."""
+        ...
+
+    async def open(self) -> socket.socket:
+        """Start the process; return a connected socket whose other end the process serves."""
+        ...
+
+    async def wait(self) -> None:
+        """Wait until the process has ended."""
+        ...
+
+    async def cause(self) -> str:
+        """Return how the process ended; end it if it has only closed its connection."""
+        ...
+
+    async def close(self, grace_s: float) -> None:
+        """End the process and everything that it started, by force after ``grace_s``."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started, without waiting."""
+        ...
+
+    def kill_and_wait(self) -> None:
+        """Kill the process; wait, without an event loop, until everything has ended."""
+        ...
 
 
 class Child:
@@ -51,12 +76,11 @@ class Child:
         served: an importable class. The child creates ``served(channel, **arguments)`` and answers
             calls with the object's methods. It awaits ``astart`` at the beginning and ``aclose`` at
             the end.
-        threads: threads of numerical libraries in the child.
         by_value: pickle the code of arguments, for a child that can't import it (a script's code).
-        context: what the child inherits; by default, this process's current context.
+        process: the process, not yet started; by default a ``SupervisedProcess`` on this host.
 
     Attributes:
-        pid: the process's id; None until the child answers.
+        pid: the process's id on its host; None until the child answers.
     """
 
     def __init__(
@@ -64,22 +88,25 @@ class Child:
         name: str,
         served: type,
         *,
-        threads: int = 1,
         by_value: bool = False,
-        context: LaunchContext | None = None,
+        process: ChildProcess | None = None,
     ) -> None:
-        self.name = name
         self.pid: int | None = None
+        self._name = name
         self._served = served
-        self._threads = threads
         self._by_value = by_value
-        self._context = context or LaunchContext.current()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = SupervisedProcess() if process is None else process
+        self._started = False
         self._channel: Channel | None = None
         self._serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._folder = ""
         self._cause = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the process, with that of its host if it runs on another one."""
+        host = self._process.host
+        return f"{self._name} on {host}" if host else self._name
 
     @property
     def alive(self) -> bool:
@@ -88,8 +115,8 @@ class Child:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped by SIGSTOP or a debugger."""
-        return self.pid is not None and stopped(self.pid)
+        """Whether the process, if it is on this host, is stopped by SIGSTOP or a debugger."""
+        return self.pid is not None and not self._process.host and stopped(self.pid)
 
     async def start(
         self,
@@ -112,28 +139,17 @@ class Child:
                 ``START_S`` to answer or ``make_timeout_s`` to create its object.
             Exception: what creating the object raises.
         """
-        if self._process is not None:
+        if self._started:
             raise RuntimeError(f"{self.name} was started before; start it only once")
-        context = self._context
-        ours, theirs = socket.socketpair()
-        self._folder = launch.make_folder("primerl-", within=context.temporary_folder)
-        with theirs:
-            self._process = launch.start(
-                [sys.executable, "-c", _program(theirs.fileno(), context)],
-                folder=self._folder,
-                grace_s=0.0,  # closing the connection asks it to stop
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(context, self._threads, self._folder),
-                cwd=context.folder if os.path.isdir(context.folder or "") else None,
-            )
-        self._channel = await Channel.over(ours, handlers, by_value=self._by_value)
-        self._serving = asyncio.create_task(self._channel.serve())
-        self._watching = asyncio.create_task(self._watch(self._process, self._channel))
+        self._started = True
         path = (self._served.__module__, self._served.__qualname__)
         what = f"did not begin within {START_S:g} s"
         deadline = asyncio.timeout(START_S)
         try:
+            sock = await self._process.open()
+            self._channel = await Channel.over(sock, handlers, by_value=self._by_value)
+            self._serving = asyncio.create_task(self._channel.serve())
+            self._watching = asyncio.create_task(self._watch(self._channel))
             async with deadline:
                 self.pid = await self.call("process_id")
             what = (
@@ -174,91 +190,36 @@ class Child:
 
     async def close(self, *, grace_s: float = STOP_S) -> None:
         """End the process and everything that it started, by force after ``grace_s``."""
-        if self._process is None:
+        if not self._started:
             return
         self._cause = self._cause or "was closed"
         if self._watching is not None:
             self._watching.cancel()
         if self._channel is not None:
             self._channel.close()
-        await self._wait_until_over(grace_s)
-        self.kill()
-        if not await self._wait_until_over(STOP_S):
-            self._process.kill()  # then the inner supervisor ends the rest
-            await self._wait_until_over(STOP_S)
+        await self._process.close(grace_s)
         if self._serving is not None:
             await asyncio.wait([self._serving], timeout=STOP_S)
-        remove_folder(self._folder)
 
     def kill(self, why: str = "") -> None:
         """Kill the process and everything that it started; ``why`` appears in error messages."""
         self._cause = self._cause or why
-        if self._process is not None:
-            self._process.terminate()
+        self._process.kill()
 
     def kill_and_wait(self) -> None:
         """Kill, as ``kill`` does, and wait without an event loop until all processes have ended."""
-        self.kill()
-        if self._process is not None:
-            launch.wait_until_over(self._process, self._folder, timeout_s=STOP_S)
-            remove_folder(self._folder)
+        self._process.kill_and_wait()
 
-    async def _watch(self, process: "subprocess.Popen[bytes]", channel: Channel) -> None:
+    async def _watch(self, channel: Channel) -> None:
         """Close the channel when the process has ended, even if a fork holds its socket open."""
-        while process.poll() is None:
-            await asyncio.sleep(POLL_S)
+        await self._process.wait()
         await asyncio.sleep(POLL_S)  # messages may still be in the socket
         channel.close()
 
-    async def _wait_until_over(self, timeout_s: float) -> bool:
-        assert self._process is not None
-        deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None or not launch.is_over(self._folder):
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(0.01)
-        return True
-
     async def _cause_of_death(self) -> str:
-        assert self._process is not None
-        await self._wait_until_over(EXIT_CODE_S)
-        code = self._process.poll()
-        self.kill()
-        if self._cause:
-            how = self._cause
-        elif code is None:
-            how = "closed its connection"
-        elif code < 0:
-            how = f"was ended: its supervisor was killed by {signal.Signals(-code).name}"
-        elif code > 128:
-            how = f"was killed by {_signal_name(code - 128)}"
-            how += " (out of memory?)" if code == 128 + signal.SIGKILL else ""
-        else:
-            how = f"exited with code {code}"
+        how = await self._process.cause()
         process = f" (process {self.pid})" if self.pid is not None else ""
-        return f"{self.name}{process} {how}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _program(fd: int, context: LaunchContext) -> str:
-    path = [os.path.join(context.folder or "", one) for one in sys.path if isinstance(one, str)]
-    return (
-        f"import sys; sys.path[:] = {path!r}; "
-        f"from primerl.rollout.processes.child import run_child; run_child({fd}, {os.getpid()})"
-    )
-
-
-def _environment(context: LaunchContext, threads: int, folder: str) -> dict[str, str]:
-    budget = {f"{library}_NUM_THREADS": str(threads) for library in _THREADS}
-    # TMPDIR also holds the temporary files of the child's subprocesses; all are removed with it.
-    ours = {"TOKENIZERS_PARALLELISM": "false", "TMPDIR": folder}
-    return context.environment | budget | ours
+        return f"{self.name}{process} {self._cause or how}"
 
 
 # ---- in the child ----

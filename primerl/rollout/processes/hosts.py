@@ -13,6 +13,7 @@ from primerl.rollout.engines.remote import EngineHost, is_portable
 from primerl.rollout.processes.child import Child
 from primerl.rollout.processes.pickling import pickle_arguments
 from primerl.rollout.processes.running_clock import running_time
+from primerl.rollout.processes.supervised import SupervisedProcess
 
 STOP_S = 20.0
 INTERRUPT_S = 3.0  # before interrupting the trainer, which may get the error from a call instead
@@ -81,7 +82,8 @@ class InProcess:
     ) -> None:
         self._start_timeout_s = start_timeout_s
         self._engines = EngineHost()
-        self._child = Child("the rollout worker", Collector, threads=threads, by_value=True)
+        process = SupervisedProcess(threads=threads)
+        self._child = Child("the rollout worker", Collector, by_value=True, process=process)
         address = self._engines.add(engine, self._child.notify, portable=is_portable(engine))
         self._arguments = arguments | pickle_arguments(engine=address)
         self._background: list[asyncio.Task[None]] = []

@@ -18,6 +18,7 @@ from primerl.sandbox.guest.jobs import interpreter, kinds, repl
 
 _FIRST_INHERITED = 3
 _OUT_OF_THE_WAY = 50  # above all file descriptors of the init process
+_LEAST_CLOSED = 1024  # file descriptors to close, however low the limit of open files is
 
 
 def main(
@@ -27,6 +28,7 @@ def main(
     confine: Callable[[], None] | None,
     environment: dict[str, str],
     shared: bool,
+    open_files: int,
 ) -> NoReturn:
     """Confine this process, then wait for a job on a socket and execute it.
 
@@ -34,10 +36,15 @@ def main(
     process of the sandbox. ``shared`` says whether the sandbox sees the standard library that this
     interpreter uses. An ordinary job comes with the file descriptors of its payload, stdin, stdout
     and stderr. The first turn of a REPL comes without any; the connection stays open for turns.
+
+    If this machine is too short of something to start an ordinary job, the reason is sent over the
+    connection. Untrusted code can't send one: the connection is closed before it begins.
     """
     code = kinds.REFUSED
+    connection: socket.socket | None = None
     try:
         connection = socket.socket(fileno=_arrange(descriptor))
+        kernel.limit(resource.RLIMIT_NOFILE, open_files)
         # The init process isn't dumpable, and this fork inherits that. It must be dumpable so that
         # its memory can be measured through /proc.
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -55,22 +62,29 @@ def main(
                 interpreter.forget_guest()
                 repl.serve(connection, environment)
             else:
-                connection.close()
-                code = _carry_out(descriptors, environment, shared=shared)
+                code = _carry_out(descriptors, environment, shared=shared, begin=connection.close)
     except BaseException as error:  # the child must never return into the parent's code
         with contextlib.suppress(OSError):
+            if connection and getattr(error, "errno", None) in kinds.SHORTAGES:
+                connection.send(str(error).encode(errors="replace")[: messages.LONGEST_REASON])
             os.write(2, f"sandbox: {type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(code)
 
 
-def _carry_out(descriptors: list[int], environment: dict[str, str], *, shared: bool) -> int:
+def _carry_out(
+    descriptors: list[int],
+    environment: dict[str, str],
+    *,
+    shared: bool,
+    begin: Callable[[], None],
+) -> int:
     payload, *streams = descriptors
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     header, contents = messages.read_payload(payload)
-    return kinds.carry_out(header, contents, environment, shared=shared)
+    return kinds.carry_out(header, contents, environment, shared=shared, begin=begin)
 
 
 def _arrange(descriptor: int) -> int:
@@ -78,12 +92,13 @@ def _arrange(descriptor: int) -> int:
 
     The standard streams are pointed to /dev/null. Returns the descriptor's new number.
     """
-    first = os.dup2(descriptor, _OUT_OF_THE_WAY)
+    first = os.dup2(descriptor, _OUT_OF_THE_WAY, inheritable=False)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(_FIRST_INHERITED):
         os.dup2(nothing, number)
     os.closerange(_FIRST_INHERITED, first)
-    os.closerange(first + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.closerange(first + 1, max(limit, _LEAST_CLOSED))
     os.setsid()
     return first
 

@@ -26,19 +26,38 @@ _IDLE_S = 5.0
 
 
 class _RunningJob:
-    """A running job: its process and its deadline."""
+    """A running job: its process, its deadline, and the connection to its process until it begins.
 
-    def __init__(self, job: dict[str, Any], pid: int, *, turn: bool) -> None:
+    A REPL turn has no such ``connection``; its process outlives the turn.
+    """
+
+    def __init__(
+        self, job: dict[str, Any], pid: int, connection: socket.socket | None = None
+    ) -> None:
         self.id: int = job["id"]
         self.pid = pid
-        self.turn = turn  # whether it is a REPL turn, whose process outlives it
+        self.turn = connection is None
+        self._connection = connection
         self.deadline = time.monotonic() + job["timeout_s"]
-        self._used_before_s = usage(str(pid))[0] if turn else 0.0
+        self._used_before_s = usage(str(pid))[0] if self.turn else 0.0
 
     def usage(self) -> tuple[float, int]:
         """Return the CPU seconds since the running job began, and its peak memory in bytes."""
         cpu_s, rss_bytes = usage(str(self.pid))
         return max(0.0, cpu_s - self._used_before_s), rss_bytes
+
+    def reason_not_begun(self) -> str:
+        """Return the reason why the ended process could not begin the job, or "" if it began."""
+        reason = b""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                reason = self._connection.recv(messages.LONGEST_REASON, socket.MSG_DONTWAIT)
+        return reason.decode(errors="replace")
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
 
 
 class Init:
@@ -46,7 +65,8 @@ class Init:
 
     ``start_child`` turns a new process into one that waits for a job on a socket. ``processes``
     lists and kills all other processes of the sandbox. ``written`` returns the number of bytes
-    and of files that the sandbox has written.
+    and of files that the sandbox has written, and ``sockets`` the number of sockets that the listed
+    processes have.
     """
 
     def __init__(
@@ -57,12 +77,14 @@ class Init:
         start_child: Callable[[int], NoReturn],
         processes: Processes,
         written: Callable[[], tuple[int, int]],
+        sockets: Callable[[list[str]], int],
     ) -> None:
         self._control = control
         self._settings = settings
         self._start_child = start_child
         self._processes = processes
         self._written = written
+        self._sockets = sockets
         self._poll = select.poll()
         self._job: _RunningJob | None = None
         self._waiting: tuple[int, socket.socket] | None = None
@@ -83,7 +105,8 @@ class Init:
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll.register(wake, select.POLLIN)
-        self._prepare()
+        with contextlib.suppress(OSError):  # the job's start tries again
+            self._prepare()
         while time.monotonic() < self._ends_at:
             ready = {fd for fd, _ in poll.poll(1000 * self._patience_s())}
             if wake in ready:
@@ -92,7 +115,7 @@ class Init:
             if self._control.fileno() in ready and not self._take_job():
                 return
             if self._settings["session"]:  # other sandboxes get only one job
-                with contextlib.suppress(BlockingIOError):  # the process limit is reached
+                with contextlib.suppress(OSError):  # the process limit is reached
                     self._prepare()
             self._turn_ended()
             self._reap()
@@ -114,6 +137,7 @@ class Init:
             limits=self._settings,
             processes=self._processes,
             written=self._written,
+            sockets=self._sockets,
         )
 
     def _take_job(self) -> bool:
@@ -124,6 +148,9 @@ class Init:
         job = json.loads(data)
         try:
             self._start(job, descriptors)
+        except OSError as error:
+            failure = {"id": job["id"], "failed": str(error)[: messages.LONGEST_REASON]}
+            self._control.send(json.dumps(failure).encode())
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -135,11 +162,9 @@ class Init:
         self._busy = True
         if job["kind"] == "turn":
             pid = self._send_turn(job, descriptors)
-            self._job = _RunningJob(job, pid, turn=True)
+            self._job = _RunningJob(job, pid)
             return
-        pid, connection = self._take_waiting(job, descriptors)
-        connection.close()
-        self._job = _RunningJob(job, pid, turn=False)
+        self._job = _RunningJob(job, *self._take_waiting(job, descriptors))
 
     def _take_waiting(
         self, job: dict[str, Any], descriptors: Sequence[int] = ()
@@ -148,15 +173,19 @@ class Init:
         if self._waiting is None:
             try:
                 self._prepare()
-            except BlockingIOError:  # earlier jobs' background processes use up the limit: end them
+            except OSError:  # earlier jobs' background processes use up the limit: end them
                 self._kill_all()
                 self._prepare()
         assert self._waiting is not None
         pid, connection = self._waiting
         self._waiting = None
         # A background process may have killed the waiting process; reaping it then ends the job.
-        with contextlib.suppress(OSError):
-            socket.send_fds(connection, [json.dumps(job).encode()], descriptors)
+        with contextlib.suppress(ConnectionError):
+            try:
+                socket.send_fds(connection, [json.dumps(job).encode()], descriptors)
+            except OSError:
+                connection.close()  # which ends the process
+                raise
         return pid, connection
 
     def _prepare(self) -> None:
@@ -170,7 +199,7 @@ class Init:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             pid = os.fork()
-        except BlockingIOError:
+        except OSError:
             ours.close()
             theirs.close()
             raise
@@ -188,7 +217,8 @@ class Init:
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
         pid, connection = self._repl
-        with contextlib.suppress(OSError):  # REPL ended or queue full: the job ends later
+        # The REPL has ended, or its queue is full: the job ends later.
+        with contextlib.suppress(ConnectionError, BlockingIOError):
             socket.send_fds(connection, [messages.TURN.pack(job["id"], 0)], descriptors)
         return pid
 
@@ -244,6 +274,9 @@ class Init:
             if self._repl is not None and pid == self._repl[0]:
                 self._forget_repl()
             if self._job is not None and pid == self._job.pid:
+                if reason := self._job.reason_not_begun():
+                    self._fail(reason)
+                    continue
                 self._reply(
                     exit_code=os.waitstatus_to_exitcode(status),
                     limits=[],
@@ -290,8 +323,17 @@ class Init:
             "cpu_s": cpu_s,
             "rss_bytes": rss_bytes,
         }
+        self._job.close()
         self._job = None
         self._control.send(json.dumps(reply).encode())
+
+    def _fail(self, reason: str) -> None:
+        """Report that the job could not be started."""
+        assert self._job is not None
+        failure = {"id": self._job.id, "failed": reason[: messages.LONGEST_REASON]}
+        self._job.close()
+        self._job = None
+        self._control.send(json.dumps(failure).encode())
 
 
 def introduce(control: socket.socket, set_up: Callable[[], socket.socket | None]) -> None:

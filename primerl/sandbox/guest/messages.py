@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 LARGEST = 16384
 MOST_DESCRIPTORS = 5
+LONGEST_REASON = 500  # bytes of the reason why a job could not be started
 TURN = struct.Struct("!QB")  # a REPL turn: its number, and its exit code in the reply
 
 _LENGTH = struct.Struct("!Q")
@@ -49,7 +50,9 @@ def payload(header: dict[str, Any], contents: list[bytes]) -> int:
     """Write a payload to a memfd; return its file descriptor, which the caller must close."""
     descriptor = os.memfd_create("primerl-sandbox", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
-        file.write(packed(header, contents))
+        file.write(packed(header, []))
+        for content in contents:
+            file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 

@@ -74,11 +74,9 @@ def _run(connection: socket.socket, config: dict[str, Any], owner: int, keeper: 
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        zygote = _prepared(connection, config, owner)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() == keeper:
-            zygote.serve()
-            code = 0
+        zygote = _prepared(connection, config, owner, keeper)
+        zygote.serve()
+        code = 0
     except Exception as error:  # any error is reported to the owner
         failure = {"failed": str(error), "errno": getattr(error, "errno", None) or 0}
         if not isinstance(error, OSError):
@@ -88,14 +86,16 @@ def _run(connection: socket.socket, config: dict[str, Any], owner: int, keeper: 
         os._exit(code)
 
 
-def _prepared(connection: socket.socket, config: dict[str, Any], owner: int) -> "Zygote":
+def _prepared(
+    connection: socket.socket, config: dict[str, Any], owner: int, keeper: int
+) -> "Zygote":
     for name in _PRELOADED:
         __import__(name)
     way = _WAYS[config["way"]](config)
     gc.collect()
     gc.freeze()  # so that forks share the pages of these objects
     gc.disable()  # fresh_main enables it again before code runs
-    return Zygote(connection, config["settings"], owner, way, config["lease_s"])
+    return Zygote(connection, config["settings"], owner, keeper, way, config["lease_s"])
 
 
 class Zygote:
@@ -106,18 +106,25 @@ class Zygote:
         connection: socket.socket,
         settings: dict[str, Any],
         owner: int,
+        keeper: int,
         way: Way,
         lease_s: float,
     ) -> None:
         self._connection = connection
         self._settings = settings
         self._owner = owner
+        self._keeper = keeper
         self._way = way
         self._lease_s = lease_s
 
     def serve(self) -> None:
         """Serve until the owner ends, closes the connection, or is silent for too long."""
-        ready = {"ready": True, "landlock": landlock.version() > 0, "user": self._way.user}
+        ready = {
+            "ready": True,
+            "landlock": landlock.version() > 0,
+            "user": self._way.user,
+            "separate": self._way.separate,
+        }
         self._connection.send(json.dumps(ready).encode())
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
@@ -126,14 +133,17 @@ class Zygote:
         signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         poll.register(wake, select.POLLIN)
         heard = time.monotonic()
-        while time.monotonic() < heard + self._lease_s:
+        self._end_with_keeper()
+        while True:
+            now = time.monotonic()  # before the poll, which finds what the owner said until then
             events = [fd for fd, _ in poll.poll(1000 * self._lease_s / 4)]
-            if self._owner in events:
+            silent = self._connection.fileno() not in events
+            if self._owner in events or (silent and now > heard + self._lease_s):
                 return
             if wake in events:
                 os.read(wake, 4096)
                 self._way.reap()
-            if self._connection.fileno() in events:
+            if not silent:
                 data, entrances = messages.receive(self._connection)
                 if not data:
                     return
@@ -144,11 +154,17 @@ class Zygote:
                 for entrance in entrances:
                     os.close(entrance)
 
+    def _end_with_keeper(self) -> None:
+        """Let the kernel kill this process when its keeper ends; acting as a user clears that."""
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        if os.getppid() != self._keeper:
+            os._exit(1)
+
     def _make(self, request: dict[str, Any], entrances: list[int]) -> None:
         """Fork one sandbox; send the owner its control socket and a pidfd of its init process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pid = kernel.fork_into_namespaces(self._way.flags)
+            pid = self._way.fork(request["sandbox"], self._settings | request["settings"])
         except OSError as error:
             answer = {"sandbox": request["sandbox"], "failed": str(error), "errno": error.errno}
             self._connection.send(json.dumps(answer).encode())
@@ -159,7 +175,7 @@ class Zygote:
             ours.close()
             self._become_sandbox(theirs, request, entrances)
         theirs.close()
-        self._way.made(pid, request["sandbox"])
+        self._end_with_keeper()
         handle = os.pidfd_open(pid)
         answer = {"sandbox": request["sandbox"]}
         socket.send_fds(self._connection, [json.dumps(answer).encode()], [ours.fileno(), handle])
@@ -181,6 +197,8 @@ class Zygote:
             settings = self._settings | request["settings"]
             self._way.become(control, settings, request["sandbox"])
             code = 0
+        except ConnectionError:  # the owner no longer wants this sandbox
+            pass
         except BaseException:  # the fork must never return into the zygote's loop
             traceback.print_exc()
         finally:

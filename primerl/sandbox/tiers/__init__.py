@@ -4,6 +4,8 @@ import importlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import attrs
+
 from primerl.sandbox.errors import Probe
 from primerl.sandbox.results import SandboxLimits
 from primerl.sandbox.tiers import host
@@ -59,6 +61,19 @@ def choose(name: TierName, options: Options) -> Tier:
     return tier
 
 
+def on_this_host(name: TierName, options: Options) -> Tier:
+    """Create a tier for this host: with its interpreter, and all paths that its sandboxes read.
+
+    Raises:
+        ValueError: as ``choose``; or a readable path does not exist, or can't be shown.
+    """
+    python = options.python or host.default_python()
+    paths = host.readable_paths(python, tuple(options.readable))
+    tier = choose(name, attrs.evolve(options, python=python, readable=paths))
+    require_visible(paths, tier)
+    return tier
+
+
 def require_visible(paths: Sequence[str], tier: Tier) -> None:
     """Raise ValueError if sandboxes of the tier can't show one of the host's ``paths``."""
     for path in paths:
@@ -76,14 +91,13 @@ async def probe(tier: TierName = "namespaces", *, python: str | None = None) -> 
         SandboxError: the checks themselves could not be run.
         ValueError: there is no such tier.
     """
-    python = python or host.default_python()
     options = Options(
         limits=SandboxLimits(),
-        python=python,
-        readable=host.readable_paths(python, ()),
+        python=python or "",
+        readable=(),
         allow_network=(),
         lease_s=60.0,
         start_timeout_s=30.0,
         image=None,
     )
-    return await choose(tier, options).probes()
+    return await on_this_host(tier, options).probes()

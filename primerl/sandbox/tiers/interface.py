@@ -1,19 +1,27 @@
 """The interfaces of tiers and sandboxes that a pool relies on, and the jobs it sends them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import attrs
 
-from primerl.sandbox.errors import Probe, SandboxUnavailable
+from primerl.sandbox.errors import Probe, SandboxError, SandboxNotStarted, SandboxUnavailable
 from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 
+T = TypeVar("T")
+_PAUSES_S = (0.05, 0.5)  # before another attempt to start something
 Ability = Literal["network", "roots", "snapshots", "turns", "connections"]
 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """The options of a pool that its tier needs."""
+    """The options of a pool that its tier needs.
+
+    An empty ``python`` is the host's default, and ``readable`` what is readable besides the system;
+    ``tiers.on_this_host`` completes both.
+    """
 
     limits: SandboxLimits
     python: str
@@ -67,6 +75,11 @@ def asked(code: str | Sequence[str]) -> tuple[str, dict[str, Any]]:
 @runtime_checkable
 class Sandbox(Protocol):
     """A sandbox, which executes one job at a time."""
+
+    @property
+    def host(self) -> str:
+        """The name of the other host on which the sandbox is; empty on this host."""
+        ...
 
     @property
     def alive(self) -> bool:
@@ -150,3 +163,16 @@ class Tier:
             raise SandboxUnavailable(
                 f"the tier {self.name!r} is not available on this machine", failed
             )
+
+
+async def attempted(
+    work: Callable[[], Awaitable[T]],
+    *,
+    errors: tuple[type[SandboxError], ...] = (SandboxNotStarted,),
+) -> T:
+    """Do ``work``; if one of ``errors`` says that it was not done, do it again after a while."""
+    for pause_s in _PAUSES_S:
+        with contextlib.suppress(*errors):
+            return await work()
+        await asyncio.sleep(pause_s)
+    return await work()

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from primerl._common.optional import install_command, require
-from primerl.sandbox.errors import Probe, SandboxError
+from primerl.sandbox.errors import Probe, SandboxError, SandboxNotStarted
 from primerl.sandbox.guest import messages
 from primerl.sandbox.guest.isolation import shared_root
-from primerl.sandbox.guest.single_job import READY
+from primerl.sandbox.guest.single_job import NOT_STARTED, READY
 from primerl.sandbox.results import Isolation, Result
 from primerl.sandbox.tiers import guest_files
 from primerl.sandbox.tiers.interface import Job, Options, Tier
@@ -72,7 +72,9 @@ class Prime(Tier):
         try:
             made = await self._client.create(request)
         except (self._sdk.APIError, RuntimeError) as error:
-            raise SandboxError(f"the tier 'prime' could not create a sandbox: {error}") from error
+            raise SandboxNotStarted(
+                f"the tier 'prime' could not create a sandbox: {error}"
+            ) from error
         sandbox = PrimeSandbox(self, made.id, ends_at=time.monotonic() + lifetime_s)
         try:
             async with asyncio.timeout(self.options.start_timeout_s):
@@ -82,7 +84,9 @@ class Prime(Tier):
                 )
         except (self._sdk.APIError, RuntimeError, TimeoutError) as error:
             sandbox.kill()
-            raise SandboxError(f"the tier 'prime' could not start a sandbox: {error}") from error
+            raise SandboxNotStarted(
+                f"the tier 'prime' could not start a sandbox: {error}"
+            ) from error
         except BaseException:
             sandbox.kill()
             raise
@@ -140,6 +144,7 @@ class Prime(Tier):
         """Send a job to a sandbox and return its result.
 
         Raises:
+            SandboxNotStarted: the hosted machine could not start the job.
             SandboxError: a request to the hosting service failed.
         """
         header = job.complete_header | {
@@ -166,6 +171,8 @@ class Prime(Tier):
 
 class PrimeSandbox:
     """A hosted sandbox."""
+
+    host = ""
 
     def __init__(self, tier: Prime, identifier: str, *, ends_at: float) -> None:
         self._tier = tier
@@ -206,8 +213,8 @@ def _result(printed: str, code: int, output_bytes: int, started: float) -> Resul
         stdout, stderr = (base64.b64decode(line, validate=True) for line in printed.split("\n")[:2])
     except ValueError:
         return _ended("protocol", started)
-    if not stdout.startswith(READY):
-        raise SandboxError(f"the tier 'prime': the guest program did not start: {stderr!r:.500}")
+    if not stdout.startswith(READY) or code == NOT_STARTED:
+        raise SandboxNotStarted(f"the tier 'prime': the job did not start: {stderr!r:.500}")
     stdout = stdout[len(READY) :]
     overflowed = max(len(stdout), len(stderr)) > output_bytes
     return Result(

@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable
 
 _CHUNK = 1 << 16
+_PIPE_CHUNKS = 2  # at least the capacity of a pipe
+_LARGE = 1 << 20
 
 
 class Output:
@@ -16,9 +18,10 @@ class Output:
         on_overflow: Callable[[], None],
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
-        self.content = bytearray()
         self.overflowed = False
         self._limit = limit
+        self._chunks: list[bytes] = []
+        self._size = 0
         self._on_overflow = on_overflow
         self._on_start = on_start  # called when the first byte arrives
         self._loop = asyncio.get_running_loop()
@@ -36,11 +39,11 @@ class Output:
         if not chunk:
             self._stop()
             return False
-        if not self.content:
+        if not self._chunks:
             self._on_start()
-        self.content += chunk
-        if len(self.content) > self._limit:
-            del self.content[self._limit :]
+        self._chunks.append(chunk[: self._limit - self._size])
+        self._size += len(chunk)
+        if self._size > self._limit:
             self.overflowed = True
             self._on_overflow()  # before closing, which kills the writer by SIGPIPE
             self.close()
@@ -52,15 +55,18 @@ class Output:
             self._open = False
             self._loop.remove_reader(self._ours)
 
-    def finish(self) -> bytes:
+    async def finish(self) -> bytes:
         """Return what was written until now, and close this end."""
-        while self._open and self._read():
-            pass
+        for _ in range(_PIPE_CHUNKS):  # what is in the pipe; another process may still write
+            if not self._open or not self._read():
+                break
         self.close()
-        return bytes(self.content)
+        if self._size > _LARGE:  # joined without holding up the event loop
+            return await asyncio.to_thread(b"".join, self._chunks)
+        return b"".join(self._chunks)
 
     def close(self) -> None:
-        """Close this end; the content is kept."""
+        """Close this end."""
         self._stop()
         if self._ours >= 0:
             os.close(self._ours)

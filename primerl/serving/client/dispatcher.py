@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -177,11 +177,12 @@ class Dispatcher:
         """Send a request until it is answered, each time to another server if there is one.
 
         Raises:
-            BadCompletion: all servers in use answered wrongly, or the retries are used up.
+            BadCompletion: all servers answered wrongly, or the retries are used up.
             RuntimeError: the retries are used up, or weights were published and no server could be
                 used for ``down_timeout_s``.
         """
         avoid: set[str] = set()
+        wrong: set[str] = set()
         failures: list[str] = []
         losses = 0
         retries = self._fleet.settings.retries
@@ -201,11 +202,14 @@ class Dispatcher:
                 bad = BadCompletion(f"{where}{error}")
                 self._fleet.request_failed(server, str(bad))
                 avoid.add(server.url)
+                wrong.add(server.url)
                 failures.append(str(bad))
-                # A fault of one server, or one that they have in common?
-                known = all(one.url in avoid for one in servers.in_use("decode"))
-                if known or len(failures) > retries:
+                # A fault of one server, or one that they have in common? Servers that are lost now
+                # may return and answer rightly.
+                common = all(one.url in wrong for one in servers if one.role == "decode")
+                if common or len(failures) - losses > retries:
                     raise bad from error
+                await self._back_off(avoid, failures)
             except _SendAgain as retry:
                 if retry.fault:
                     self._fleet.request_failed(server, str(retry))
@@ -219,12 +223,17 @@ class Dispatcher:
                     raise RuntimeError(
                         f"a request failed {len(failures)} times: {'; '.join(failures)}"
                     ) from retry
-                if retry.fault and all(one.url in avoid for one in servers.sound()):
-                    backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
-                    await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
+                if retry.fault:
+                    await self._back_off(avoid, failures)
             else:
                 self._fleet.answered(server)
                 return answer
+
+    async def _back_off(self, avoid: Collection[str], failures: Sequence[str]) -> None:
+        """Wait before a request is sent again, if all sound servers have failed it."""
+        if all(one.url in avoid for one in self._fleet.servers.sound()):
+            backoff = FIRST_BACKOFF_S * 2 ** (len(failures) - 1)
+            await asyncio.sleep(min(backoff, MOST_BACKOFF_S))
 
     async def _place(
         self, choose: Callable[[], tuple[ServerState, int | None] | None]

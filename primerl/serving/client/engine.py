@@ -562,9 +562,11 @@ class VLLMEngine:
         """Add a server in this engine and all its copies.
 
         Raises:
-            ValueError: the server has another role already, or the engine was made without servers
-                of this role.
+            ValueError: there is no such role, the server has another role already, or the engine
+                was made without servers of this role.
         """
+        if role not in ("decode", "prefill"):
+            raise ValueError(f"role is {role!r}, expected 'decode' or 'prefill'")
         members = self._members if role == "decode" else self._prefill
         if members is None:
             raise ValueError(

@@ -12,6 +12,7 @@ import sys
 
 from primerl.serving.names import FOLDER_BACKEND
 from primerl.serving.server.child import VLLMServer
+from primerl.serving.server.kv_folder import ROLES, kv_folder
 from primerl.serving.server.middleware import KEY_VARIABLE
 
 
@@ -30,16 +31,28 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--start-timeout-s", type=float, default=600.0, help="how long starting may take"
     )
+    parser.add_argument(
+        "--kv-folder", help="the folder by which servers share keys and values: serving.kv_folder"
+    )
+    parser.add_argument(
+        "--kv-role", choices=ROLES, default="both", help="prefill stores them, decode loads them"
+    )
     ours, flags = parser.parse_known_args(words)
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         parser.error(f"set {KEY_VARIABLE} to the key that clients will send")
+    arguments = {}
+    if ours.kv_folder is not None:
+        try:
+            arguments["kv_transfer_config"] = kv_folder(ours.kv_folder, role=ours.kv_role)
+        except ValueError as error:
+            parser.error(f"--kv-folder: {error}")
     transfer = None if ours.weight_transfer == "none" else ours.weight_transfer
     # Stop on SIGTERM too: a shell script's background jobs ignore SIGINT.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     server = VLLMServer(
         ours.model,
-        {},
+        arguments,
         flags=tuple(flags),
         in_foreground=True,
         host=ours.host,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from primerl.serving.names import FOLDER_CONNECTOR, FOLDER_CONNECTOR_MODULE
 
-_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
 def kv_folder(
@@ -37,13 +37,13 @@ def kv_folder(
     path = Path(folder)
     if not path.is_absolute():
         raise ValueError(f"the folder {str(folder)!r} is relative; expected an absolute path")
-    if role not in _ROLES:
-        raise ValueError(f"role={role!r}; expected one of {', '.join(_ROLES)}")
+    if role not in ROLES:
+        raise ValueError(f"role={role!r}; expected one of {', '.join(ROLES)}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}, expected at least 1")
     return {
         "kv_connector": FOLDER_CONNECTOR,
         "kv_connector_module_path": FOLDER_CONNECTOR_MODULE,
-        "kv_role": _ROLES[role],
+        "kv_role": ROLES[role],
         "kv_connector_extra_config": {"folder": str(path), "chunk_tokens": chunk_tokens},
     }

@@ -1,10 +1,10 @@
 """Digests of the tensors that vLLM's model computes with; runs inside vLLM's process.
 
-Written against vLLM 0.32, like ``receiver``. If vLLM keeps a tensor as it was loaded, all of its
-bytes are read. If vLLM keeps a packed copy instead (linear layers and heads on a CPU), the layer is
-applied to unit vectors: for ``e_j`` it returns column j of its weight exactly, because all other
-terms are zero. Each check reads some of the columns, different ones each time. Packed experts are
-compared by their elements in any order.
+Written against vLLM 0.32. If vLLM keeps a tensor as it was loaded, all of its bytes are read. If
+vLLM keeps a packed copy instead (linear layers and heads on a CPU), the layer is applied to unit
+vectors: for ``e_j`` it returns column j of its weight exactly, because all other terms are zero.
+Each check reads some of the columns, different ones each time. Packed experts are compared by their
+elements in any order.
 
 Tensors that can't be related to a published tensor are left out: those of quantized layers, fused
 tensors that are published as one, and experts divided over ranks. The trainer reports how many

@@ -2,6 +2,8 @@
 
 import ipaddress
 import socket
+import threading
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -26,7 +28,7 @@ class Communicator(Protocol):
         ...
 
     def destroy(self) -> None:
-        """Leave the group."""
+        """Leave the group. A broadcast that waits for others, in any thread, gives up."""
         ...
 
 
@@ -160,6 +162,55 @@ def connected(connecting: "Future[Communicator]", *, to: str, timeout_s: float) 
     if not wait([connecting], timeout_s).done:
         raise RuntimeError(f"connecting to {to} by NCCL took longer than {timeout_s:g} s")
     return connecting.result()
+
+
+def receive(
+    announced: Iterable[tuple[str, str, Sequence[int], int]],
+    communicators: Sequence[Communicator],
+    *,
+    device: torch.device,
+    timeout_s: float,
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Yield the tensors that senders broadcast, by name; the caller reads a tensor immediately.
+
+    If they do not all arrive in time, such as after a sender's death, the groups are left. NCCL has
+    no time limit itself: a worker would wait forever, and its server would answer no request.
+
+    Args:
+        announced: the name, the dtype, the shape and the index of the group of each tensor.
+        communicators: the groups.
+        device: where the tensors arrive.
+        timeout_s: how long all tensors together may take.
+
+    Raises:
+        RuntimeError: a tensor did not arrive in time.
+    """
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        for one in communicators:
+            one.destroy()
+
+    def check(name: str) -> None:
+        if late.is_set():
+            raise RuntimeError(
+                f"{name} did not arrive: the trainer's broadcast took longer than {timeout_s:g} s, "
+                "or a rank that sends has died"
+            )
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        for name, dtype, shape, group in announced:
+            tensor = torch.empty(list(shape), dtype=getattr(torch, dtype), device=device)
+            communicators[group].broadcast(as_bytes(tensor), src=0)
+            check(name)
+            yield name, tensor
+            check(name)  # on a GPU, the tensor arrives when the caller reads it
+    finally:
+        timer.cancel()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from primerl._common.checkpoint_tensors import (
     structure_of,
 )
 from primerl._common.digests import digest_of_all
+from primerl._common.folder_owner import FolderOwner
 from primerl._common.host_memory import HostMemory
 from primerl._common.owned_layers import OwnedLayers
 from primerl._common.progress import report
@@ -95,6 +96,7 @@ class Disk(Transport):
     Raises:
         ValueError: an argument is out of range, rank 0 has no engine or folder, or the model has
             adapters other than plain LoRA.
+        RuntimeError: another run, or another transport, publishes into the folder.
     """
 
     def __init__(
@@ -120,7 +122,12 @@ class Disk(Transport):
         self._encoding = encoding
         self._snapshot_every = snapshot_every
         self._folder = Path(str(folder))
-        self._publisher = self._new_publisher(self._folder) if is_first_rank() else None
+        self._owner: FolderOwner | None = None
+        self._publisher: Publisher | None = None
+        if is_first_rank():
+            self._owner = FolderOwner(self._folder.absolute())
+            self._owner.hold()
+            self._publisher = self._new_publisher(self._folder)
         # Found with the first publication:
         self._owned: OwnedLayers | None = None
         self._structure: dict[str, str] = {}  # of the model
@@ -138,6 +145,14 @@ class Disk(Transport):
             in_memory=folder.resolve().is_relative_to(shared_memory().resolve()),
             threads=thread_count(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
+
+    def _prepare(self) -> None:
+        if self._owner is not None:
+            self._owner.hold()  # another run may own it now, if this process was stopped
+
+    def _close(self) -> None:
+        if self._owner is not None:
+            self._owner.release()
 
     def _publish(self, version: int) -> Receipt:
         return self._send(version, self._gathered(_on_host))

@@ -2,8 +2,7 @@
 
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +12,7 @@ import xxhash
 from primerl._common.digests import digest_of, raw_bytes
 from primerl._common.files import whole_or_nothing
 from primerl._common.shared_folder import SharedFolder, acquire
-from primerl._common.tensor_files import map_tensors
+from primerl._common.tensor_files import copy_tensors, copy_without_tensors, map_tensors
 from primerl._common.threads import BoundedThreads
 from primerl.weights.transports import delta
 from primerl.weights.transports.publications import (
@@ -30,19 +29,36 @@ from primerl.weights.transports.publications import (
 class HostCopy:
     """One copy of a folder's newest tensors, shared by all receivers on a host.
 
-    The copy is in shared memory, or on disk if shared memory is too small. It has a file for each
-    part of a publication. Receivers that bring it to a version at the same time share the work:
-    each takes the parts that no other is at.
+    It holds the tensors that at least one of them needs. The copy is in shared memory, or on disk
+    if shared memory is too small. It has a file for each part of a publication. Receivers that
+    bring it to a version at the same time share the work: each takes the parts that no other is at.
+
+    Args:
+        folder: the folder of the publications.
+        needs: whether the receiver needs a tensor, by its name.
+        room: bytes that must be free in shared memory.
+        size: bytes of a full version.
+        timeout_s: how long to wait for a lock.
+        threads: how many threads copy, patch and hash.
     """
 
-    def __init__(self, folder: Path, *, size: int, timeout_s: float, threads: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        needs: Callable[[str], bool],
+        room: int,
+        size: int,
+        timeout_s: float,
+        threads: int,
+    ) -> None:
+        self._needs = needs
         self._threads = threads
         self._timeout_s = timeout_s
         self._allowance = f"{size / 1e9:.1f} GB have {self._timeout_s:.0f} s"
         self._folder = folder
         key = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
-        # Room for two: a full version is written beside the version that it replaces.
-        self._place = SharedFolder(f"copy-{key}", room=2 * size)
+        self._place = SharedFolder(f"copy-{key}", room=room)
         self._parts: dict[Path, CopiedPart] = {}
 
     def bring_to(self, parts: Mapping[Path, PublicationManifest]) -> list[Path]:
@@ -50,12 +66,17 @@ class HostCopy:
 
         Raises:
             ValueError: a file is damaged, or the result differs from the published tensors.
+            RuntimeError: there is no room for the tensors.
             TimeoutError: another process held a part for too long.
         """
         for place in parts:
             if place not in self._parts:
-                copies = self._place.path / place.relative_to(self._folder)
-                self._parts[place] = CopiedPart(place, copies=copies, threads=self._threads)
+                self._parts[place] = CopiedPart(
+                    place,
+                    copies=self._place.path / place.relative_to(self._folder),
+                    needs=self._needs,
+                    threads=self._threads,
+                )
         order = list(parts)
         start = os.getpid() % len(order)
         rotated = (*order[start:], *order[:start])
@@ -88,21 +109,30 @@ class HostCopy:
 class CopiedPart:
     """A host's copy of one part of the publications, changed in place under a lock.
 
-    It is marked dirty meanwhile. A copy that is found dirty is made anew.
+    It is marked dirty meanwhile. A copy that is found dirty is made anew. Tensors that no receiver
+    has needed are holes in its file.
 
     Args:
         folder: the folder of the part's publications.
         copies: the folder of the host's copies.
-        threads: how many threads patch and hash.
+        needs: whether the receiver needs a tensor, by its name.
+        threads: how many threads copy, patch and hash.
     """
 
-    def __init__(self, folder: Path, *, copies: Path, threads: int) -> None:
+    def __init__(
+        self, folder: Path, *, copies: Path, needs: Callable[[str], bool], threads: int
+    ) -> None:
+        self._needs = needs
         self._threads = threads
         self._folder = folder
         copies.mkdir(mode=0o700, exist_ok=True)
         self._lock = copies / "lock"
+        self._adding = copies / "adding"
+        """Locked by the receiver that adds tensors, which also has a share of ``_lock``."""
         self.path = copies / "tensors.safetensors"
         self._state_file = copies / "state.json"
+        # Not in the state file: a reader may mark the copy dirty while another adds tensors.
+        self._names_file = copies / "names.json"
         self._reading: BinaryIO | None = None
 
     def try_to_bring_to(self, manifest: PublicationManifest) -> bool:
@@ -114,33 +144,77 @@ class CopiedPart:
         return True
 
     def bring_to(self, manifest: PublicationManifest, *, timeout_s: float) -> None:
-        """Update the copy to a version, by deltas where possible.
+        """Update the copy to a version, by deltas where possible, and add what it lacks.
 
         Raises:
             ValueError: a file is damaged, or the result differs from the published tensors.
+            RuntimeError: there is no room for the tensors.
             TimeoutError: another process held the copy for too long.
         """
-        with acquire(self._lock, exclusive=True, timeout_s=timeout_s):
-            have = self._state()
-            if have == manifest.digest:
+        needed = self._needed(manifest)
+        with acquire(self._lock, exclusive=False, timeout_s=timeout_s):
+            if self._digest() == manifest.digest:  # others may read it at the same time
+                if not needed <= self._names():
+                    with acquire(self._adding, exclusive=True, timeout_s=timeout_s):
+                        self._add(manifest, needed)
                 return
-            steps = chain(self._folder, manifest.version, have=have)
-            paths = [check_file(self._folder, step) for step in steps]
-            self._set_state(None)
-            for step, path in zip(steps, paths, strict=True):
-                self._take(step, path)
-            self._verify(manifest)
-            self._set_state(manifest.digest)
+        with acquire(self._lock, exclusive=True, timeout_s=timeout_s):
+            if self._digest() != manifest.digest:
+                self._update(manifest, needed)
+            self._add(manifest, needed)
 
-    def _take(self, step: PublicationManifest, path: Path) -> None:
-        if step.kind == FULL:
-            partial = self.path.with_suffix(".partial")
-            shutil.copyfile(path, partial)
-            partial.rename(self.path)
-            return
+    def _update(self, manifest: PublicationManifest, needed: Set[str]) -> None:
+        """Bring the tensors that the copy holds to a version; if it is made anew, also others."""
+        names = self._names() & manifest.tensors.keys()
+        steps = self._steps(manifest.version, have=self._digest())
+        first, path = steps[0]
+        if first.kind == FULL:
+            names |= needed
+        self._note(None)
+        self._note_names(names)
+        if first.kind == FULL:
+            copy_without_tensors(path, self.path)
+        self._take(steps, names)
+        self._verify(manifest, names)
+        self._note(manifest.digest)
+
+    def _add(self, manifest: PublicationManifest, needed: Set[str]) -> None:
+        """Add the tensors that are needed and missing, in the version of the copy.
+
+        The tensors that the copy holds stay as they are, also if this fails.
+        """
+        names = self._names()
+        missing = needed - names
+        if missing:
+            self._take(self._steps(manifest.version, have=None), missing)
+            self._verify(manifest, missing)
+            self._note_names(names | missing)
+
+    def _steps(self, version: int, *, have: str | None) -> list[tuple[PublicationManifest, Path]]:
+        """Return the publications that lead to a version, with their files, which are checked."""
+        steps = chain(self._folder, version, have=have)
+        return [(step, check_file(self._folder, step)) for step in steps]
+
+    def _take(self, steps: Sequence[tuple[PublicationManifest, Path]], names: Set[str]) -> None:
+        for step, path in steps:
+            if step.kind == FULL:
+                self._copy(path, names)
+            else:
+                self._patch(step, path, names)
+
+    def _copy(self, path: Path, names: Set[str]) -> None:
+        try:
+            copy_tensors(path, self.path, sorted(names), threads=self._threads)
+        except OSError as error:
+            raise RuntimeError(
+                f"{len(names)} tensors of {describe(path)} could not be copied into "
+                f"{self.path.parent}: {error}"
+            ) from error
+
+    def _patch(self, step: PublicationManifest, path: Path, names: Set[str]) -> None:
         tensors = map_tensors(self.path, writable=True)
         sent = map_tensors(path)
-        changed = [name for name, form in step.forms.items() if form != SAME]
+        changed = [name for name in names if step.forms.get(name) != SAME]
         if unknown := [name for name in changed if name not in tensors or name not in sent]:
             raise ValueError(f"{describe(path)} does not fit the version before it: {unknown[0]}")
         with BoundedThreads(self._threads) as threads:
@@ -156,10 +230,12 @@ class CopiedPart:
             except ValueError as error:
                 raise ValueError(f"{path.name}: {name}: {error}") from error
 
-    def _verify(self, manifest: PublicationManifest) -> None:
+    def _verify(self, manifest: PublicationManifest, names: Set[str]) -> None:
         tensors = map_tensors(self.path)
         with BoundedThreads(self._threads) as threads:
-            found = {name: threads.submit(digest_of, tensor) for name, tensor in tensors.items()}
+            found = {
+                name: threads.submit(digest_of, tensors[name]) for name in names & tensors.keys()
+            }
         wrong = sorted(tensors.keys() ^ manifest.tensors.keys())
         wrong += [n for n, digest in found.items() if digest.result() != manifest.tensors.get(n)]
         if wrong:
@@ -176,7 +252,7 @@ class CopiedPart:
         """
         self.release()
         self._reading = acquire(self._lock, exclusive=False, timeout_s=timeout_s)
-        if self._state() != manifest.digest:
+        if self._digest() != manifest.digest or not self._needed(manifest) <= self._names():
             self.release()
             raise ValueError(
                 f"the copy in {self.path.parent} no longer holds version {manifest.version}"
@@ -186,11 +262,14 @@ class CopiedPart:
         """Unlock the copy; with ``distrust``, mark it dirty."""
         if self._reading is not None:
             if distrust:
-                self._set_state(None)
+                self._note(None)
             self._reading.close()
             self._reading = None
 
-    def _state(self) -> str | None:
+    def _needed(self, manifest: PublicationManifest) -> set[str]:
+        return {name for name in manifest.tensors if self._needs(name)}
+
+    def _digest(self) -> str | None:
         """Return the copy's ``PublicationManifest.digest``; None if it is dirty or missing."""
         try:
             digest = json.loads(self._state_file.read_bytes())["digest"]
@@ -198,9 +277,20 @@ class CopiedPart:
             return None
         return str(digest) if digest and self.path.is_file() else None
 
-    def _set_state(self, digest: str | None) -> None:
+    def _note(self, digest: str | None) -> None:
         with whole_or_nothing(self._state_file) as file:
             file.write(json.dumps({"digest": digest}).encode())
+
+    def _names(self) -> set[str]:
+        """Return the tensors that the copy holds or, if it is dirty, has to hold once made anew."""
+        try:
+            return set(json.loads(self._names_file.read_bytes()))
+        except FileNotFoundError:
+            return set()
+
+    def _note_names(self, names: Set[str]) -> None:
+        with whole_or_nothing(self._names_file) as file:
+            file.write(json.dumps(sorted(names)).encode())
 
 
 def _patch(source: np.ndarray, target: np.ndarray, form: str) -> None:

@@ -184,7 +184,8 @@ class NCCL(Transport):
 
         try:
             if is_first_rank():
-                engine, update = self._engines[0], _update(version, shares, groups)
+                engine = self._engines[0]
+                update = _update(version, shares, groups, timeout_s=self._timeout_s)
                 servers = engine.load_weights(
                     update, version=version, timeout_s=self._timeout_s, send=send
                 )
@@ -253,7 +254,9 @@ class _Sending:
     """Whether sending began and did not end; then all ranks have raised the same error."""
 
 
-def _update(version: int, shares: Shares, groups: BroadcastGroups) -> dict[str, Any]:
+def _update(
+    version: int, shares: Shares, groups: BroadcastGroups, *, timeout_s: float
+) -> dict[str, Any]:
     """Return the message to the servers' workers."""
     tensors = list(shares)
     return {
@@ -264,4 +267,5 @@ def _update(version: int, shares: Shares, groups: BroadcastGroups) -> dict[str, 
         "dtypes": [str(one.dtype).removeprefix("torch.") for _, _, one in tensors],
         "shapes": [list(one.shape) for _, _, one in tensors],
         "groups": [sender for sender, _, _ in tensors],
+        "timeout_s": timeout_s,
     }

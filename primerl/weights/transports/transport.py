@@ -140,12 +140,19 @@ class Transport:
         receipt = self._publish(version)
         return lambda: receipt, None
 
+    def _prepare(self) -> None:
+        """Check that this rank can publish, before anything is gathered."""
+
+    def _close(self) -> None:
+        """Give up what other transports may need, when the context is left."""
+
     def _begin(self, version: int) -> int:
         """Check on all ranks that ``version`` can be published now, and return it."""
 
         def checked() -> int:
             if self._pending is not None and not self._pending.ended:
                 raise RuntimeError(str(self._pending))
+            self._prepare()
             return _checked_version(version)
 
         what = f"the publication of version {version} on all ranks"
@@ -170,12 +177,14 @@ class Transport:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._pending is None or self._pending.ended:
-            return
-        if error is None:
-            self._pending.wait()
-        else:
-            self._pending.abandon(_ABANDONED_S)
+        try:
+            if self._pending is not None and not self._pending.ended:
+                if error is None:
+                    self._pending.wait()
+                else:
+                    self._pending.abandon(_ABANDONED_S)
+        finally:
+            self._close()
 
 
 def _checked_version(version: Any) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import make_group
 
+from primerl.rollout.processes import channel
 from primerl.rollout.processes.channel import Channel, ChannelClosed, encode
 
 
@@ -289,3 +290,47 @@ def test_a_call_that_is_cancelled_while_it_is_sent_leaves_nothing_at_the_other_e
             assert not there._incoming
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+@pytest.mark.parametrize("length", [0, 31, 32, 33, 64, 1000])
+def test_a_long_list_is_sent_in_parts_and_other_tasks_run_in_between(length, monkeypatch):
+    sizes, turns, encode_one = [], [], channel.encode
+    sent = [{"number": number} for number in range(length)]
+
+    def encode(kind, number, name, content, **options):
+        if kind in ("part", "return"):
+            sizes.append(len(content))
+        return encode_one(kind, number, name, content, **options)
+
+    async def others():
+        while True:
+            turns.append(len(sizes))
+            await asyncio.sleep(0)
+
+    async def run():
+        async with connected({"evaluate": lambda: sent}) as (here, _):
+            beside = asyncio.create_task(others())
+            received = await here.call("evaluate")
+            beside.cancel()
+            assert here._parts == {}
+            return received
+
+    monkeypatch.setattr(channel, "encode", encode)
+    assert asyncio.run(run()) == sent
+    assert sum(sizes) == length
+    assert max(sizes) <= 32
+    assert set(range(1, len(sizes))) <= set(turns)
+
+
+def test_a_list_of_which_a_later_part_cannot_be_sent_is_an_error():
+    class Unsendable:
+        def __reduce__(self):
+            raise ValueError("no pickle")
+
+    async def run():
+        async with connected({"evaluate": lambda: [*range(100), Unsendable()]}) as (here, _):
+            with pytest.raises(ValueError, match="the answer can't be sent to another process"):
+                await here.call("evaluate")
+            assert here._parts == {}
+
+    asyncio.run(run())

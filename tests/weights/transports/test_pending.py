@@ -201,8 +201,8 @@ def test_the_time_limit_grows_with_the_engines(tmp_path, servers):
     limits = []
     for count in (1, 3):
         engines = [servers] * count
-        transport = weights.Disk(testing.tiny_model("llama"), *engines, folder=tmp_path)
-        transport.publish(count)
+        with weights.Disk(testing.tiny_model("llama"), *engines, folder=tmp_path) as transport:
+            transport.publish(count)
         limits.append(transport._limit_s)
     assert limits[1] - limits[0] == 4 * 600.0  # two more engines may each load a version twice
 

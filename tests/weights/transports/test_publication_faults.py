@@ -163,14 +163,14 @@ def test_the_time_limit_of_a_copy_follows_from_the_bytes_of_all_parts(
 
 def take_and_die(folder, part):
     """Fetch version 2, and be killed in the middle of a patch of one part."""
-    real = host_copy.CopiedPart._take
+    real = host_copy.CopiedPart._patch
 
-    def take(copied, step, path):
-        real(copied, step, path)
+    def patch(copied, step, path, names):
+        real(copied, step, path, names)
         if path.parent.name == part:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    host_copy.CopiedPart._take = take
+    host_copy.CopiedPart._patch = patch
     FolderReader(folder).fetch(2)
 
 
@@ -186,13 +186,19 @@ def test_a_receiver_that_is_killed_with_the_lock_of_a_part(tmp_path, readers, pa
     killed.start()
     killed.join(30.0)
     assert killed.exitcode == -signal.SIGKILL
-    taken, real = [], host_copy.CopiedPart._take
+    taken = []
+    copy, real = host_copy.CopiedPart._copy, host_copy.CopiedPart._patch
 
-    def noted(copied, step, path):
+    def copied(part, path, names):
+        taken.append((path.parent.name, "full"))
+        copy(part, path, names)
+
+    def patched(part, step, path, names):
         taken.append((path.parent.name, step.kind))
-        real(copied, step, path)
+        real(part, step, path, names)
 
-    monkeypatch.setattr(host_copy.CopiedPart, "_take", noted)
+    monkeypatch.setattr(host_copy.CopiedPart, "_copy", copied)
+    monkeypatch.setattr(host_copy.CopiedPart, "_patch", patched)
 
     assert same_bits(read(survivor, 2), tensors_of(2))
     assert [kind for name, kind in taken if name == part] == ["full", "delta"]

@@ -195,11 +195,13 @@ def flip_a_bit(update, call):
 
 
 def test_a_flipped_bit_in_a_full_version(tmp_path):
-    """No worker hashes the file: it hashes what it hands to its model."""
+    """The worker that needs the tensor finds it before its engine pauses."""
     model, servers, transport = damaged(tmp_path, flip_a_bit)
     transport.publish(1)
-    with pytest.raises(RuntimeError, match=r"digest: .* on http://replica0 worker 0"):
+    before = held(servers)[0]
+    with pytest.raises(RuntimeError, match=r"2.full.safetensors in .* is altered: .* has another"):
         transport.publish(2)
+    assert held(servers)[0] is before, "it serves version 1"
     transport.publish(3)
     assert same_bits(held(servers)[0], sent(model))
     servers.close()
@@ -265,12 +267,34 @@ def test_an_altered_tensor_is_reported_by_the_worker_that_uses_it(tmp_path):
     first, second = server.workers.values()
     user = 0 if first.needs(altered) else 1
     first.prepare = functools.partial(damage, first)
+    with pytest.raises(RuntimeError, match=rf"is altered: {altered} has another digest"):
+        transport.publish(2)
+    assert [one.reader.hashed == {} for one in (first, second)][user]
+    del first.prepare
+    transport.publish(3)
+    server.close()
+
+
+def test_a_tensor_that_changes_between_fetching_and_loading_is_reported(tmp_path):
+    """It is hashed again; tensors that did not change are not."""
+    server = TwoWorkers()
+    transport = weights.Disk(testing.tiny_model("llama"), server, folder=tmp_path)
+    transport.publish(1)
+    altered = "model.layers.1.mlp.up_proj.weight"
+    first, second = server.workers.values()
+    user = 0 if first.needs(altered) else 1
+    prepare = Replica.prepare
+
+    def damage(worker, update):
+        prepare(worker, update)
+        worker.reader.open(update["version"])[1][altered][0, 0] += 1
+        worker.reader._unlock()
+
+    (first, second)[user].prepare = functools.partial(damage, (first, second)[user])
     with pytest.raises(RuntimeError, match=rf"digest: .* on http://two worker {user}") as error:
         transport.publish(2)
     assert f"worker {1 - user}" not in str(error.value)
     assert (first, second)[user].receipt["differing"] == [altered]
-    del first.prepare
-    transport.publish(3)
     server.close()
 
 

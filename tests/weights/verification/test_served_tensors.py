@@ -373,3 +373,16 @@ def test_a_tensor_that_every_rank_ignores_did_not_arrive():
     check(receipt(ignored=["b"]), receipt(ignored=["a"]))
     with pytest.raises(RuntimeError, match=r"lm_head.weight was sent to url.*tied"):
         check(receipt(ignored=["lm_head.weight"]), receipt(ignored=["a", "lm_head.weight"]))
+
+
+def test_a_tensor_that_one_server_ignores_did_not_arrive_there_though_another_uses_it():
+    servers = {
+        "http://a": [receipt(), receipt(ignored=["b"])],
+        "http://b": [receipt(ignored=["a", "b"]), receipt(ignored=["b"])],
+        "http://c": [receipt(ignored=["b", "c"])],
+    }
+    with pytest.raises(RuntimeError, match="did not arrive") as error:
+        check_receipts(servers, version=1, digest="d", tensors=2)
+    assert "b was sent to http://b but is not used there" in str(error.value)
+    assert "b, c was sent to http://c but" in str(error.value)
+    assert "http://a" not in str(error.value)

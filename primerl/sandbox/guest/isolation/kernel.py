@@ -22,6 +22,8 @@ PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 22
 SECCOMP_MODE_FILTER = 2
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_KCMP = {"x86_64": 312, "aarch64": 272}
+_KCMP_VM = 1
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _MOUNT_SETATTR = 442  # numbers from 424 on are the same on all architectures
 _SIGCHLD = 17
@@ -97,6 +99,12 @@ def fork_into_namespaces(flags: int) -> int:
     """Fork into new namespaces, like ``os.fork``; only safe in a single-threaded process."""
     arguments = [ctypes.c_ulong(flags | _SIGCHLD), *[ctypes.c_ulong(0)] * 4]
     return checked(_libc.syscall(_CLONE[platform.machine()], *arguments), "clone")
+
+
+def same_memory(process: str, other: str) -> bool:
+    """Check by ``kcmp(2)`` that two processes share all their memory; False where unknown."""
+    number = _KCMP[platform.machine()]
+    return bool(_libc.syscall(number, int(process), int(other), _KCMP_VM, 0, 0) == 0)
 
 
 def prctl(option: int, *values: int) -> None:

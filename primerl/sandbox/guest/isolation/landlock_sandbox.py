@@ -16,7 +16,7 @@ import socket
 import stat
 from typing import Any
 
-from primerl.sandbox.guest import child, init, processes, removal
+from primerl.sandbox.guest import child, init, processes, removal, watchdog
 from primerl.sandbox.guest.isolation import (
     kernel,
     landlock,
@@ -28,12 +28,11 @@ from primerl.sandbox.guest.jobs import interpreter
 
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _BEYOND = 1 << 62
+_MOST_REMOVERS = 4
 
 
 class LandlockSandbox:
     """The zygote's factory of sandboxes that are isolated by Landlock and seccomp alone."""
-
-    flags = 0  # clone(2) flags for the init process of a sandbox
 
     def __init__(self, config: dict[str, Any]) -> None:
         if landlock.version() < landlock.SCOPED_VERSION:
@@ -45,33 +44,50 @@ class LandlockSandbox:
         self._folder = f"{config['folder']}/sandboxes"
         os.mkdir(self._folder, 0o711)
         self._filter = seccomp.program(platform.machine(), sockets=False, attributes=False)
-        self._alive: dict[int, str] = {}
-        self.user = shared_root.unused_user(0)
+        self._alive: dict[int, str] = {}  # folders by the pids of the init processes
+        self._left: list[str] = []  # folders of ended sandboxes, which no process removes yet
+        self._removers: set[int] = set()
+        self._users = shared_root.UnusedUsers()
+        self.user = self._users.shared
+        self.separate = self._users.separate
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # Processes that outlive their sandbox become this process's children, and reap kills them.
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
-    def made(self, pid: int, number: int) -> None:
-        """Record the init process and the folder of a new sandbox."""
-        self._alive[pid] = f"{self._folder}/{number}"
+    def fork(self, number: int, settings: dict[str, Any]) -> int:
+        """Fork the init process of a sandbox; return the pid, 0 in the fork."""
+        del settings
+        pid = kernel.fork_into_namespaces(0)
+        if pid != 0:
+            self._alive[pid] = f"{self._folder}/{number}"
+        return pid
 
     def reap(self) -> None:
-        """Clean up after ended sandboxes: kill leftover processes, then remove the folders."""
-        ended = []
+        """Clean up after ended sandboxes: kill leftover processes, and let others remove folders.
+
+        Untrusted code may have left files that take seconds to remove. Therefore, a separate
+        process removes each folder that isn't empty, while the zygote serves requests. When the
+        pool ends, the keeper removes what is left.
+        """
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
-                ended += [self._alive.pop(pid)] if pid in self._alive else []
+                self._removers.discard(pid)
+                folder = self._alive.pop(pid, None)
+                if folder is not None and not _is_removed(folder):
+                    self._left.append(folder)
         for process in processes.children(str(os.getpid())):
-            if int(process) not in self._alive:
+            if int(process) not in self._alive and int(process) not in self._removers:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(process), signal.SIGKILL)
-        for folder in ended:
-            removal.remove(folder)
+        with contextlib.suppress(OSError):  # too many processes: the next call tries again
+            while self._left and len(self._removers) < _MOST_REMOVERS:
+                self._removers.add(_start_removing(self._left[0]))
+                del self._left[0]
 
     def become(self, control: socket.socket, settings: dict[str, Any], number: int) -> None:
         """Turn this process into the init process of a sandbox, and serve its jobs."""
         folder = f"{self._folder}/{number}"
-        init.introduce(control, lambda: _set_up(settings, folder, shared_root.unused_user(number)))
+        init.introduce(control, lambda: _set_up(settings, folder, self._users.of(number)))
         family = processes.Descendants()
         start_child = functools.partial(
             child.main,
@@ -79,6 +95,7 @@ class LandlockSandbox:
             confine=lambda: _confine(settings, folder),
             environment=environment(folder),
             shared=True,
+            open_files=settings["open_files"],
         )
         init.Init(
             control,
@@ -86,7 +103,34 @@ class LandlockSandbox:
             start_child=start_child,
             processes=family,
             written=lambda: written(folder, family, most_files=settings["files"]),
+            sockets=watchdog.sockets_of_processes,
         ).serve()
+
+
+def _is_removed(folder: str) -> bool:
+    """Remove the folder of a sandbox that left no files; return whether it did."""
+    try:
+        for path in (f"{folder}/home", f"{folder}/tmp", folder):
+            os.rmdir(path)
+    except OSError:
+        return False
+    return True
+
+
+def _start_removing(folder: str) -> int:
+    """Fork a process that removes a folder and ends, at the latest with the zygote; return its pid.
+
+    Raises:
+        OSError: the kernel refuses another process.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
+            removal.remove(folder)
+        finally:
+            os._exit(0)
+    return pid
 
 
 def _set_up(settings: dict[str, Any], folder: str, user: int) -> None:

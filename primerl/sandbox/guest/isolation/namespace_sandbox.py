@@ -10,7 +10,13 @@ import socket
 from typing import Any
 
 from primerl.sandbox.guest import child, init, processes, watchdog
-from primerl.sandbox.guest.isolation import kernel, landlock, seccomp, shared_root
+from primerl.sandbox.guest.isolation import (
+    kernel,
+    landlock,
+    seccomp,
+    shared_root,
+    subordinate_users,
+)
 from primerl.sandbox.guest.jobs import interpreter
 
 FLAGS = (
@@ -35,34 +41,46 @@ _SOCKET_BUFFERS = {
 }
 _MOST_SIGNALS = 256
 _MOST_LOCKED_BYTES = 65536
+_MOST_TERMINALS = 32
 
 
 class NamespaceSandbox:
-    """The zygote's factory of sandboxes with their own namespaces of every kind."""
+    """The zygote's factory of sandboxes with their own namespaces of every kind.
 
-    flags = FLAGS  # clone(2) flags for the init process of a sandbox
+    If root started the pool, or a user with subordinate users, each sandbox belongs to a separate
+    user. Sandboxes with a prepared root filesystem all belong to the user who owns its files.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._filter = seccomp.program(platform.machine(), sockets=True)
         self._landlock = landlock.version() > 0
-        # Nonzero only if this is real root, which must not own a sandbox.
-        self.user = shared_root.unused_user(0)
-        shared_root.enter_namespaces(as_root=self.user != 0)
+        readable = config["readable"]
+        subordinate = subordinate_users.enter(lambda: shared_root.unreadable(readable) is None)
+        self._users = shared_root.UnusedUsers()
+        self.separate = self._users.separate
+        # Not 0 only if this is real root, which must not own a sandbox.
+        self.user = 0 if subordinate else self._users.shared
+        shared_root.enter_namespaces(as_root=subordinate or self.user != 0)
         # A shared mapping of /dev/zero gives memory that nothing counts; Landlock prevents it.
         devices = [name for name in shared_root.DEVICES if name != "zero" or self._landlock]
         shared_root.build(
             f"{config['folder']}/shared_root",
-            readable=config["readable"],
+            readable=readable,
             roots=f"{config['folder']}/roots",
             devices=devices,
         )
-        if self.user != 0:
-            shared_root.become_user(self.user)
-        shared_root.check_access(config["readable"])
+        with shared_root.acting_as(self.user):
+            shared_root.check_access(readable)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
-    def made(self, pid: int, number: int) -> None:
-        """Do nothing: the kernel kills a sandbox's processes when its init process ends."""
+    def fork(self, number: int, settings: dict[str, Any]) -> int:
+        """Fork the init process of a sandbox into new namespaces; return the pid, 0 in the fork."""
+        user = self._users.of(number) if settings["root"] is None else self.user
+        with shared_root.acting_as(user):
+            pid = kernel.fork_into_namespaces(FLAGS)
+            if pid == 0:
+                self.user = user
+        return pid
 
     def reap(self) -> None:
         """Do nothing: ended sandboxes leave nothing to clean up."""
@@ -72,13 +90,14 @@ class NamespaceSandbox:
         del number
         library = os.stat(os.__file__)
         settings = settings | {"landlock": self._landlock}
-        init.introduce(control, lambda: set_up(settings, uid=self.user, gid=self.user))
+        init.introduce(control, lambda: set_up(settings, user=self.user))
         start_child = functools.partial(
             child.main,
             filter_program=self._filter,
             confine=None,
             environment=interpreter.ENVIRONMENT,
             shared=_same_library(library),
+            open_files=settings["open_files"],
         )
         init.Init(
             control,
@@ -86,6 +105,7 @@ class NamespaceSandbox:
             start_child=start_child,
             processes=processes.OwnNamespace(),
             written=watchdog.filesystem_use,
+            sockets=watchdog.sockets_of_namespace,
         ).serve()
 
 
@@ -97,15 +117,18 @@ def _same_library(before: os.stat_result) -> bool:
         return False
 
 
-def set_up(settings: dict[str, Any], *, uid: int, gid: int) -> socket.socket | None:
+def set_up(settings: dict[str, Any], *, user: int) -> socket.socket | None:
     """Set up a sandbox in the new namespaces of this process, its init process.
 
+    ``user`` is the uid and gid of this process outside, or 0 for root of an outer user namespace.
     Returns a listening socket for the owner's proxy if the settings enable the network, else None.
 
     Raises:
         OSError: the kernel refuses a step; the message names the step.
     """
-    kernel.map_user(shared_root.INSIDE, uid, gid)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns its files in /proc
+    kernel.map_user(shared_root.INSIDE, user, user)
+    shared_root.become_user(shared_root.INSIDE)
     _mount_scratch(settings)
     if settings["root"] is None:
         kernel.mount("tmpfs", shared_root.ROOTS, "tmpfs", _PRIVATE | kernel.MS_RDONLY, "size=4k")
@@ -118,7 +141,7 @@ def set_up(settings: dict[str, Any], *, uid: int, gid: int) -> socket.socket | N
         "/dev/pts",
         "devpts",
         kernel.MS_NOSUID | kernel.MS_NOEXEC,
-        "newinstance,ptmxmode=0666,mode=620",
+        f"newinstance,ptmxmode=0666,mode=620,max={_MOST_TERMINALS}",
     )
     kernel.raise_loopback()
     socket.sethostname("sandbox")
@@ -183,9 +206,15 @@ def _listen() -> socket.socket:
 
 
 def limit_all(settings: dict[str, Any]) -> None:
-    """Set the rlimits of all processes of a sandbox; the child sets those of its job."""
+    """Set the rlimits of all processes of a sandbox; the child sets its own and its job's.
+
+    The init process may open more files than the child. The kernel counts the descriptors that a
+    user's sockets pass, and refuses to pass more if there are more than a process may open. So a
+    sandbox that has passed as many as it can does not keep its init process from passing one.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     kernel.limit(resource.RLIMIT_CORE, 0)
-    kernel.limit(resource.RLIMIT_NOFILE, settings["open_files"])
     kernel.limit(resource.RLIMIT_NPROC, settings["processes"] + 1)
     kernel.limit(resource.RLIMIT_MEMLOCK, _MOST_LOCKED_BYTES)
     kernel.limit(resource.RLIMIT_MSGQUEUE, 0)
@@ -264,6 +293,7 @@ def _add_devices(root: str) -> None:
             continue
         open(f"{root}/dev/{name}", "w", encoding="utf-8").close()
         kernel.mount(f"/dev/{name}", f"{root}/dev/{name}", None, kernel.MS_BIND)
+        kernel.restrict_mounts(f"{root}/dev/{name}", shared_root.DEVICE_FLAGS)
     for name in ("shm", "pts"):
         os.mkdir(f"{root}/dev/{name}")
     shared_root.link_devices(root)

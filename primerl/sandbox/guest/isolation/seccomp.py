@@ -1,8 +1,8 @@
 """The seccomp filter: an allow-list of system calls, as a classic BPF program.
 
 The program has one `struct sock_filter` per instruction; see `seccomp(2)`. A call that isn't listed
-fails with EPERM. Newer calls (from number 424 on) fail with ENOSYS instead, so that C libraries
-fall back to older ones. A call for another architecture, or with an x32 number on x86, kills the
+fails with EPERM. Newer calls (from number 424 on) and some older ones fail with ENOSYS instead, so
+that programs use others. A call for another architecture, or with an x32 number on x86, kills the
 process.
 """
 
@@ -32,10 +32,15 @@ _WHOLE_WORD = 0xFFFFFFFF
 # reading capabilities and seccomp's mode, names of mappings. Not PR_SET_DUMPABLE: the init process
 # can't measure the memory of a process that isn't dumpable.
 _PRCTL = (1, 2, 3, 7, 15, 16, 21, 23, 27, 29, 30, 36, 37, 38, 39, 40, 41, 42, 0x53564D41)
-# Allowed: duplicating file descriptors, their flags, locks, owners of sockets, reading a pipe's
-# size. Not F_SETLEASE: every process that opens the file would wait, even on the host. Not
-# F_NOTIFY: it watches the host's folders. Not F_SETPIPE_SZ: nothing counts that memory.
-_FCNTL = (0, 1030, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 8, 9, 1032)
+# Allowed: duplicating file descriptors, their flags, locks of processes, owners of sockets, reading
+# a pipe's size. Not F_SETLEASE: every process that opens the file would wait, even on the host. Not
+# F_NOTIFY: it watches the host's folders. Not F_SETPIPE_SZ: nothing counts that memory. Not
+# F_OFD_SETLK: nothing shows which sandbox has such a lock.
+_FCNTL = (0, 1030, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1032)
+_O_SYNC, _RWF_SYNC = 0x101000, 0x6  # each with its weaker form, O_DSYNC and RWF_DSYNC
+_SOL_SOCKET = 1
+_BUFFER_SIZES = (7, 8)  # SO_SNDBUF and SO_RCVBUF
+_SOCKET_FILTERS = (26, 50, 51, 52)  # SO_ATTACH_FILTER, _BPF, _REUSEPORT_CBPF and _REUSEPORT_EBPF
 _IOCTL = (
     *(0x5401, 0x5402, 0x5403, 0x5404, 0x5409, 0x540A, 0x540B),  # TCGETS to TCFLSH
     *(0x540D, 0x540E, 0x540F, 0x5410, 0x5411, 0x5413, 0x5414),  # terminals, not TIOCSTI (0x5412)
@@ -51,8 +56,8 @@ def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
     """Return the seccomp filter for the architecture ``machine``.
 
     If ``sockets`` is false, only pairs of Unix sockets can be created, and they can't pass file
-    descriptors. If ``attributes`` is false, calls that change a file's mode, owner or extended
-    attributes fail, and calls that set its times do nothing.
+    descriptors. If ``attributes`` is false, synchronous writes fail, and calls that change a file's
+    mode or owner; calls that set its times do nothing.
 
     Raises:
         ValueError: there is no table of system calls for the architecture.
@@ -68,11 +73,15 @@ def program(machine: str, *, sockets: bool, attributes: bool = True) -> bytes:
         (_JUMP_AT_LEAST, 0, 1, _X32),
         _return(_KILL_PROCESS),
     ]
-    for name, number in syscalls.checked(machine).items():
+    for name, number in syscalls.checked(machine, attributes=attributes).items():
         body = _argument_check(name, sockets=sockets)
         code += [(_JUMP_EQUAL, 0, len(body), number), *body]
     for number in syscalls.ignored(machine, attributes=attributes):
         code += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO)]
+    for number in syscalls.missing(machine):
+        code += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO | errno.ENOSYS)]
+    for number, error in syscalls.unsupported(machine).items():
+        code += [(_JUMP_EQUAL, 0, 1, number), _return(_ERRNO | error)]
     for first, last in _ranges(syscalls.allowed(machine, sockets=sockets, attributes=attributes)):
         code += [
             (_JUMP_AT_LEAST, 0, 2, first),
@@ -116,12 +125,30 @@ def _argument_check(name: str, *, sockets: bool) -> list[_Instruction]:
         return [_return(_ERRNO | errno.ENOSYS)]
     if name == "fcntl":
         return [*_only(1, _FCNTL, refuse), allow]
+    if name in ("open", "openat"):
+        flags = _argument(1 if name == "open" else 2)
+        return [flags, (_JUMP_ANY_BIT, 0, 1, _O_SYNC), _return(_ERRNO | errno.EINVAL), allow]
+    if name == "openat2":  # BPF can't read its flags; programs fall back to openat
+        return [_return(_ERRNO | errno.ENOSYS)]
+    if name == "pwritev2":
+        unsupported = _return(_ERRNO | errno.EOPNOTSUPP)
+        return [_argument(5), (_JUMP_ANY_BIT, 0, 1, _RWF_SYNC), unsupported, allow]
     if name in ("socket", "socketpair"):
         families: tuple[int, ...] = (_AF_UNIX, _AF_INET, _AF_INET6)
         if not sockets:
             families = (_AF_UNIX,) if name == "socketpair" else ()
         unsupported = _return(_ERRNO | errno.EAFNOSUPPORT)
         return [*_only(0, families, unsupported), *_only(2, _PROTOCOLS, refuse), allow]
+    if name == "setsockopt":
+        # Buffers keep their default size: the memory in them belongs to no process.
+        return [
+            _argument(1),
+            (_JUMP_EQUAL, 1, 0, _SOL_SOCKET),
+            allow,
+            *_unless(2, _BUFFER_SIZES, _return(_ERRNO)),
+            *_unless(2, _SOCKET_FILTERS, refuse),
+            allow,
+        ]
     if name == "ioctl":
         return [*_only(1, _IOCTL, _return(_ERRNO | errno.ENOTTY)), allow]
     if name == "prctl":
@@ -153,6 +180,14 @@ def _only(argument: int, values: tuple[int, ...], otherwise: _Instruction) -> li
     code = [_argument(argument)]
     for left, value in zip(range(len(values), 0, -1), values, strict=True):
         code.append((_JUMP_EQUAL, left, 0, value))
+    return [*code, otherwise]
+
+
+def _unless(argument: int, values: tuple[int, ...], otherwise: _Instruction) -> list[_Instruction]:
+    """Return instructions that run ``otherwise`` if the argument is one of ``values``."""
+    code = [_argument(argument)]
+    for left, value in zip(range(len(values) - 1, -1, -1), values, strict=True):
+        code.append((_JUMP_EQUAL, left, int(left == 0), value))
     return [*code, otherwise]
 
 

@@ -1,9 +1,10 @@
 """The shared root: the read-only root of a pool's sandboxes, with listed paths, /dev and /etc."""
 
+import contextlib
 import os
 import shlex
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from primerl.sandbox.guest.isolation import kernel
 
@@ -13,6 +14,8 @@ ROOTS = "/.roots"  # the prepared root filesystems, which each sandbox uses or h
 NEW_ROOT = "/.root"
 SCRATCH = "/.scratch"  # the only writable filesystem; its folders appear in several places
 DEVICES = ("null", "zero", "full", "random", "urandom")
+# On a read-only mount, devices can be written to, but their times can't be set.
+DEVICE_FLAGS = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NOEXEC
 # The sandbox's own writable folders, which hide the host's, with their names in SCRATCH.
 PLACES = {HOME: "home", "/tmp": "tmp", "/var/tmp": "var", "/dev/shm": "shm"}
 FOLDERS = (*PLACES, "/dev/pts", "/proc", "/etc", "/root")
@@ -28,7 +31,7 @@ def enter_namespaces(*, as_root: bool) -> None:
     """Enter a new mount namespace.
 
     An unprivileged user also enters a new user namespace. Real root does not: it mounts as root,
-    and then changes to a uid that nothing else uses, so that no sandbox ever belongs to root.
+    and creates each sandbox as another user, so that no sandbox ever belongs to root.
     """
     if as_root:
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -40,13 +43,42 @@ def enter_namespaces(*, as_root: bool) -> None:
 
 
 def become_user(uid: int) -> None:
-    """Change irrevocably from real root to the user and group ``uid``."""
-    os.setgroups([])
+    """Change irrevocably from real root, or in ``acting_as``, to the user and group ``uid``."""
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # otherwise root owns its files in /proc
     if os.getresuid() != (uid, uid, uid):
         raise PermissionError(f"this process could not change to user {uid}")
+
+
+@contextlib.contextmanager
+def acting_as(uid: int) -> Iterator[None]:
+    """Let real root act as the user and group ``uid``; if ``uid`` is 0, do nothing.
+
+    A new user namespace then belongs to this user, and the kernel counts what it uses as theirs.
+    """
+    if uid == 0:
+        yield
+        return
+    os.setresgid(uid, uid, 0)
+    os.setresuid(uid, uid, 0)
+    try:
+        yield
+    finally:
+        if os.getresuid()[2] == 0:  # not in a forked sandbox, where root is nobody
+            os.setresuid(0, 0, 0)
+            os.setresgid(0, 0, 0)
+
+
+def unreadable(readable: Iterable[str]) -> str | None:
+    """Return a path that this process can't read, or None.
+
+    The paths are the interpreter's library and those of ``readable``.
+    """
+    for path in (os.__file__, *readable):
+        if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+            return path
+    return None
 
 
 def check_access(readable: Iterable[str]) -> None:
@@ -55,18 +87,18 @@ def check_access(readable: Iterable[str]) -> None:
     Raises:
         PermissionError: one of them can't be read.
     """
-    if not os.access(os.__file__, os.R_OK):
+    path = unreadable(readable)
+    if path == os.__file__:
         raise PermissionError(
-            f"sandboxes can't read the interpreter's library, {os.__file__}; use an interpreter "
+            f"sandboxes can't read the interpreter's library, {path}; use an interpreter "
             "that every user can read, as in SandboxPool(python='/usr/bin/python3')"
         )
-    for path in readable:
-        if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
-            raise PermissionError(
-                f"sandboxes run as user {os.getuid()}, who can't read {path}: let all users "
-                f"read it and enter the folders above it (chmod -R o+rX {shlex.quote(path)}), or "
-                "list a copy that all users can read"
-            )
+    if path is not None:
+        raise PermissionError(
+            f"sandboxes run as user {os.getuid()}, who can't read {path}: let all users "
+            f"read it and enter the folders above it (chmod -R o+rX {shlex.quote(path)}), or "
+            "list a copy that all users can read"
+        )
 
 
 def build(
@@ -90,7 +122,7 @@ def build(
         _show(path, source, folder)
         os.close(source)
     for name in devices:
-        _bind(f"/dev/{name}", f"{folder}/dev/{name}", kernel.MS_NOSUID | kernel.MS_NOEXEC)
+        _bind(f"/dev/{name}", f"{folder}/dev/{name}", DEVICE_FLAGS)
     link_devices(folder)
     _bind(f"/proc/self/fd/{prepared}", folder + ROOTS, kernel.MS_NOSUID | kernel.MS_NODEV)
     os.close(prepared)
@@ -160,25 +192,43 @@ def _bind(source: str, target: str, flags: int) -> None:
     kernel.restrict_mounts(target, flags)
 
 
-# One uid per pool and sandbox, so that limits that the kernel counts per user apply to each.
 _FIRST = 2_000_000_000
 _MOST_PROCESSES = 1 << 22  # the kernel's limit for process ids
 _MOST_IN_USE = 500
 
 
-def unused_user(number: int) -> int:
-    """Return a uid that no account and no other pool uses, or 0 if this process isn't root.
+class UnusedUsers:
+    """The uids of a pool: of each of its sandboxes, so that the kernel's counters are theirs alone.
 
-    Different numbers give different uids. The result is also 0 in a container whose user namespace
-    maps only one user. 0 is also the uid of an unprivileged user in its own user namespace.
+    No account and no other pool uses them. They are all 0 if this process isn't root, and in a
+    container whose user namespace maps only one user. 0 is also the uid of an unprivileged user in
+    its own user namespace. ``shared`` is the uid for sandboxes that share files.
     """
-    if os.getuid() != 0:
-        return 0
-    with open("/proc/self/uid_map", encoding="utf-8") as file:
-        ranges = [tuple(map(int, line.split())) for line in file]
-    wanted = _FIRST + os.getppid() + number % _MOST_IN_USE * _MOST_PROCESSES
+
+    def __init__(self) -> None:
+        self.shared = 0
+        self._others = [0]
+        if os.getuid() == 0:
+            os.setgroups([])
+            with open("/proc/self/uid_map", encoding="utf-8") as file:
+                ranges = [tuple(map(int, line.split())) for line in file]
+            pool = os.getppid()
+            self.shared, *self._others = [_unused(ranges, pool, k) for k in range(_MOST_IN_USE)]
+
+    @property
+    def separate(self) -> bool:
+        """Whether sandboxes have different uids."""
+        return len(self._others) > 1 and self._others[0] != self._others[1]
+
+    def of(self, number: int) -> int:
+        """Return the uid of a sandbox by its number in the pool."""
+        return self._others[number % len(self._others)]
+
+
+def _unused(ranges: list[tuple[int, ...]], pool: int, number: int) -> int:
+    wanted = _FIRST + pool + number * _MOST_PROCESSES
     if any(first <= wanted < first + count for first, _, count in ranges):
         return wanted
     first, _, count = max(ranges, key=lambda entry: entry[2])
-    chosen = count // 2 + os.getppid() + number
+    chosen = count // 2 + pool * _MOST_IN_USE + number
     return first + 1 + chosen % (count - 1) if count > 1 else 0

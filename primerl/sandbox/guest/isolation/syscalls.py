@@ -7,22 +7,23 @@ everything that future kernels add. Calls in ``_CHECKED`` are allowed for some a
 (``seccomp.py``).
 """
 
+import errno
+
 _FILES = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69
 pwritev:296:70 preadv2:327:286 pwritev2:328:287 open:2:- openat:257:56 openat2:437:437 creat:85:-
 close:3:57 stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 statx:332:291
 access:21:- faccessat:269:48 faccessat2:439:439 lseek:8:62 dup:32:23 dup2:33:- dup3:292:24
-flock:73:32 fsync:74:82 fdatasync:75:83
+flock:73:32
 truncate:76:45 ftruncate:77:46 getdents:78:- getdents64:217:61
 getcwd:79:17 chdir:80:49 fchdir:81:50 rename:82:- renameat:264:38 renameat2:316:276 mkdir:83:-
 mkdirat:258:34 rmdir:84:- link:86:- linkat:265:37 unlink:87:- unlinkat:263:35 symlink:88:-
 symlinkat:266:36 readlink:89:- readlinkat:267:78 umask:95:166 statfs:137:43
-fstatfs:138:44 fadvise64:221:223
-readahead:187:213 sendfile:40:71 copy_file_range:326:285 splice:275:76 tee:276:77 pipe:22:-
+fstatfs:138:44
+readahead:187:213 copy_file_range:326:285 pipe:22:-
 pipe2:293:59 getxattr:191:8 lgetxattr:192:9
 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12 flistxattr:196:13
-inotify_init:253:- inotify_init1:294:26
-inotify_rm_watch:255:28 cachestat:451:451 mknod:133:- mknodat:259:33
+cachestat:451:451 mknod:133:- mknodat:259:33
 """
 
 # Refused in the tier ``landlock``, whose files are on the host's disk: Landlock doesn't restrict
@@ -31,8 +32,7 @@ inotify_rm_watch:255:28 cachestat:451:451 mknod:133:- mknodat:259:33
 _ATTRIBUTES = """
 fallocate:285:47
 chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:-
-fchownat:260:54 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:197:14
-lremovexattr:198:15 fremovexattr:199:16 inotify_add_watch:254:27
+fchownat:260:54 removexattr:197:14 lremovexattr:198:15 fremovexattr:199:16
 """
 _TIMES = """utime:132:- utimes:235:- futimesat:261:- utimensat:280:88"""
 
@@ -46,7 +46,7 @@ timer_getoverrun:225:109 timer_delete:226:111
 """
 
 _MEM = """
-munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233 brk:12:214 msync:26:227
+munmap:11:215 mprotect:10:226 mremap:25:216 madvise:28:233 brk:12:214
 mincore:27:232 mlock:149:228 munlock:150:229 mlock2:325:284 mlockall:151:230 munlockall:152:231
 membarrier:324:283 pkey_alloc:330:289 pkey_free:331:290 pkey_mprotect:329:288 mseal:462:462
 """
@@ -74,7 +74,7 @@ map_shadow_stack:453:453
 _NET = """
 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 connect:42:203 getsockname:51:204
 getpeername:52:205 sendto:44:206 recvfrom:45:207 recvmsg:47:212 recvmmsg:299:243
-setsockopt:54:208 getsockopt:55:209 shutdown:48:210
+getsockopt:55:209 shutdown:48:210
 """
 
 # These calls can pass file descriptors: the files are then held by a socket only, uncounted.
@@ -83,12 +83,36 @@ _SEND = """ sendmsg:46:211 sendmmsg:307:269 """
 _CHECKED = """
 mmap:9:222
 clone:56:220 clone3:435:435 close_range:436:436 fcntl:72:25 socket:41:198 socketpair:53:199
-ioctl:16:29 prctl:157:167 personality:135:92 prlimit64:302:261 setpriority:141:140
+setsockopt:54:208 ioctl:16:29 prctl:157:167 personality:135:92 prlimit64:302:261 setpriority:141:140
 sched_setaffinity:203:122 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
 """
 
-# These calls succeed without any effect: a sandbox must not flush all disks of the host.
-_IGNORED = """sync:162:81 syncfs:306:267"""
+# These calls fail as for files that don't support them, so that programs read and write instead.
+# Each byte that they move into a socket or a pipe can hold a whole page, or a whole block of a
+# deleted file, of which nothing counts more than that byte.
+_SPLICING = "sendfile:40:71 splice:275:76 tee:276:77"
+
+# These fail as in a filesystem without extended attributes, whose memory nothing counts.
+_EXTENDED_ATTRIBUTES = "setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7"
+
+# These calls succeed without any effect: a sandbox must not flush the host's disks, not even for
+# files that it can only read. It loses nothing by that.
+_IGNORED = """
+sync:162:81 syncfs:306:267 fsync:74:82 fdatasync:75:83 msync:26:227 sync_file_range:277:84
+fadvise64:221:223
+"""
+
+# Their flags can ask for synchronous writes: checked in the tier ``landlock``, whose files are on
+# the host's disk.
+_SYNCHRONOUS = """
+open:2:- openat:257:56 openat2:437:437 pwritev2:328:287
+"""
+
+# These calls fail as on a kernel that lacks them, so that programs use another way. inotify would
+# show which programs the host starts; its instances are counted per user, and its queues nowhere.
+_MISSING = """
+inotify_init:253:- inotify_init1:294:26 inotify_add_watch:254:27 inotify_rm_watch:255:28
+"""
 
 _COLUMNS = {"x86_64": 1, "aarch64": 2}
 # The architecture's audit number, as in struct seccomp_data.
@@ -111,9 +135,21 @@ def ignored(machine: str, *, attributes: bool) -> list[int]:
     return sorted(_numbers(table, machine).values())
 
 
-def checked(machine: str) -> dict[str, int]:
+def missing(machine: str) -> list[int]:
+    """Return the numbers of the calls that fail as on a kernel that lacks them."""
+    return sorted(_numbers(_MISSING, machine).values())
+
+
+def unsupported(machine: str) -> dict[int, int]:
+    """Return the numbers of the calls that fail as for some files, each with its error."""
+    found = dict.fromkeys(_numbers(_SPLICING, machine).values(), errno.EINVAL)
+    attributes = _numbers(_EXTENDED_ATTRIBUTES, machine).values()
+    return found | dict.fromkeys(attributes, errno.EOPNOTSUPP)
+
+
+def checked(machine: str, *, attributes: bool) -> dict[str, int]:
     """Return the numbers, by name, of the calls that are allowed with some arguments only."""
-    return _numbers(_CHECKED, machine)
+    return _numbers(_CHECKED if attributes else _CHECKED + _SYNCHRONOUS, machine)
 
 
 def _numbers(table: str, machine: str) -> dict[str, int]:

@@ -4,24 +4,40 @@ All access to paths and data of the sandbox happens here, including reads and wr
 the host: this process has no more rights than the code itself.
 """
 
+import errno
 import io
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from typing import Any
 
 from primerl.sandbox.guest.jobs import archive, code_under_test, interpreter, test_runner
 
 REFUSED = 126  # the exit code if a job could not be executed
+# Errors of a machine that is short of something. If one of them keeps a job from starting, the job
+# says nothing about its code, and may be tried again. Not EIO, which code can cause by its files.
+SHORTAGES = {
+    *(errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ENOBUFS, errno.ETOOMANYREFS),
+}
 
 
 def carry_out(
-    header: dict[str, Any], contents: list[bytes], environment: dict[str, str], *, shared: bool
+    header: dict[str, Any],
+    contents: list[bytes],
+    environment: dict[str, str],
+    *,
+    shared: bool,
+    begin: Callable[[], None],
 ) -> int:
     """Execute the job that a header describes; return its exit code.
 
     ``environment`` is the environment of every process of the sandbox. If ``shared`` is true, the
     sandbox sees the standard library of this interpreter, which then runs Python code itself.
+    ``begin`` is called before untrusted code runs in this process.
+
+    Raises:
+        OSError: the job could not be started.
     """
     os.environ.clear()
     os.environ.update(environment | header["environment"])
@@ -39,12 +55,14 @@ def carry_out(
     if kind == "code":
         if not shared:  # the session's root filesystem has another Python
             return _execute(["python3", "-c", header["code"]])
+        begin()
         return interpreter.run(header["code"], environment["HOME"])
     if kind == "read":
         return _read(header["path"])
     if kind == "write":
         return _write_input(header["path"])
     if kind in ("code_under_test", "tests"):
+        begin()
         interpreter.fresh_main("", environment["HOME"])
         if kind == "tests":
             return test_runner.main(header)
@@ -90,5 +108,7 @@ def _execute(argv: list[str]) -> int:
     try:
         os.execvp(argv[0], argv)
     except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
         return 127 if isinstance(error, FileNotFoundError) else REFUSED

@@ -94,9 +94,10 @@ class Reporter:
         self._link.traceback = ""
 
     def pytest_sessionfinish(self, session: Any) -> None:
-        """Write all outcomes to the channel as JSON, by names relative to the working folder."""
+        """Write each outcome to the channel as a line of JSON: its name, from here, and outcome."""
         named = session.config.cwd_relative_nodeid
-        data = json.dumps({named(name): value for name, value in self._outcomes.items()}).encode()
+        rows = (json.dumps([named(name), value]) for name, value in self._outcomes.items())
+        data = "".join(f"{row}\n" for row in rows).encode()
         with open(self._channel, "wb", closefd=False) as file:
             file.write(data)
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.errors import Probe, SandboxError, SandboxUnavailable
+from primerl.sandbox.errors import Probe, SandboxError, SandboxNotStarted, SandboxUnavailable
 from primerl.sandbox.guest import messages
 from primerl.sandbox.guest.removal import remove
-from primerl.sandbox.guest.single_job import READY
+from primerl.sandbox.guest.single_job import NOT_STARTED, READY
 from primerl.sandbox.results import Result
 from primerl.sandbox.tiers import guest_files
 from primerl.sandbox.tiers.host import new_folder
@@ -148,6 +148,8 @@ class CommandTier(Tier):
 class CommandSandbox:
     """A sandbox that exists as a host program while a job runs, and as a folder between jobs."""
 
+    host = ""
+
     def __init__(self, tier: CommandTier, files: Path | None, *, ends_at: float) -> None:
         self._tier = tier
         self._files = files
@@ -162,7 +164,11 @@ class CommandSandbox:
         return not self._ended and time.monotonic() < self._ends_at
 
     async def execute(self, job: Job) -> Result:
-        """Start the host program, send it the job, and return the result."""
+        """Start the host program, send it the job, and return the result.
+
+        Raises:
+            SandboxNotStarted: the host program, or the job inside, could not be started.
+        """
         loop = asyncio.get_running_loop()
         started = time.perf_counter()
         begun: asyncio.Future[None] = loop.create_future()
@@ -190,7 +196,7 @@ class CommandSandbox:
             self._stop()
             assert self._process is not None
             code = await asyncio.to_thread(self._process.wait)
-            stdout, stderr = (output.finish() for output in outputs)
+            stdout, stderr = [await output.finish() for output in outputs]
         finally:
             self._stop()
             if handle >= 0:
@@ -199,9 +205,9 @@ class CommandSandbox:
             given.close()
             for output in outputs:
                 output.close()
-        if not stdout.startswith(READY):
+        if not stdout.startswith(READY) or (not reason and code == NOT_STARTED):
             said = stderr.decode(errors="replace").strip()
-            raise SandboxError(
+            raise SandboxNotStarted(
                 f"the tier {self._tier.name!r} could not start a sandbox: {said[-500:]}"
             )
         overflowed = any(output.overflowed for output in outputs)
@@ -231,7 +237,7 @@ class CommandSandbox:
         try:
             self._process = await asyncio.shield(asyncio.ensure_future(start))
         except OSError as error:
-            raise SandboxError(
+            raise SandboxNotStarted(
                 f"the tier {self._tier.name!r} could not start its program: {error}"
             ) from error
         finally:
@@ -265,7 +271,7 @@ async def _first(
     either: list[asyncio.Future[Any]] = [begun, over]
     await asyncio.wait(either, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done() and not over.done():
-        raise SandboxError(f"a sandbox did not start within {start_s} s")
+        raise SandboxNotStarted(f"a sandbox did not start within {start_s} s")
     await asyncio.wait([over], timeout=max(0.0, limit_s))
     return over.result() if over.done() else "timeout"
 

@@ -1,9 +1,9 @@
 """Hard limits on memory and processes through cgroup v2, if a cgroup is delegated to the owner.
 
 A cgroup is delegated if this process can create groups below it and enable the ``memory`` and
-``pids`` controllers for them. It may be the cgroup of this process or its parent. systemd delegates
-with ``Delegate=yes``. The kernel then allows processes only in leaf cgroups, so the owner must run
-in a child of the delegated cgroup.
+``pids`` controllers for them; ``cpu`` is enabled, too, if it can be. It may be the cgroup of this
+process or its parent. systemd delegates with ``Delegate=yes``. The kernel then allows processes
+only in leaf cgroups, so the owner must run in a child of the delegated cgroup.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _CONTROLLERS = ("memory", "pids")
+_SHARES = "cpu"  # gives each cgroup an equal share of the processors, however many processes it has
 _OF_FIRST_PROCESS = 32 << 20  # memory of the sandbox's init process and its forks
 _FIRST_PROCESSES = 2
 
@@ -134,6 +135,9 @@ def _reason_against(group: Path) -> str:
         if not os.access(group, os.W_OK) or not os.access(group / "cgroup.procs", os.W_OK):
             return "this process may not write to it"
         enabled = (group / "cgroup.subtree_control").read_text().split()
+        if _SHARES in offered and _SHARES not in enabled:
+            with contextlib.suppress(OSError):  # as with real-time processes
+                _write(group / "cgroup.subtree_control", f"+{_SHARES}")
         if _missing(enabled):
             _write(group / "cgroup.subtree_control", "+memory +pids")
     except OSError as error:

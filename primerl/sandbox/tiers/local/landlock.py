@@ -18,7 +18,6 @@ class Landlock(LocalTier):
 
     def isolation(self) -> Isolation:
         """Describe the isolation by Landlock in force."""
-        own = self.launcher.user != 0
         weak = [
             "seeing which files the host has, their sizes and owners (stat)",
             "a bug in the kernel that the allowed system calls reach: the kernel is shared",
@@ -29,13 +28,13 @@ class Landlock(LocalTier):
             "outliving the pool if the keeper process is killed by SIGKILL",
             "high CPU load by all sandboxes together, within their limits",
         ]
-        if not own:
+        if not self.launcher.separate_users:
             weak.append("using up the process limit of the pool's user, which is counted per user")
         return Isolation(
             tier=self.name,
             shared_kernel=True,
             memory=self.memory(),
-            user="one user per sandbox, which no account has" if own else self.user(),
+            user=self.user(),
             layers=("landlock", "seccomp", "no capabilities", "rlimits"),
             stops=(
                 "reading the host's files outside the listed folders, and writing any",

@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.errors import BadReply, SandboxError
+from primerl.sandbox.errors import BadReply, SandboxError, SandboxNotStarted
 from primerl.sandbox.guest import messages
 from primerl.sandbox.guest.processes import usage
 from primerl.sandbox.results import LIMITS, Result, SandboxLimits
@@ -22,10 +22,13 @@ from primerl.sandbox.tiers.streams import Input, Output
 
 # The sandbox's init process enforces the timeout; this much later, the owner kills the sandbox.
 _GRACE_S = 5.0
+_LARGE = 1 << 20  # bytes that would hold up the event loop
 
 
 class Slot:
     """A local sandbox that waits for jobs and executes one at a time."""
+
+    host = ""
 
     def __init__(self, control: socket.socket, handle: int, limits: SandboxLimits) -> None:
         self.listener: socket.socket | None = None
@@ -36,6 +39,7 @@ class Slot:
         self._limits = limits
         self._count = 0
         self._reply: asyncio.Future[dict[str, Any]] | None = None
+        self._killed = False  # from outside, while it executed a job
         control.setblocking(False)
 
     @property
@@ -47,7 +51,7 @@ class Slot:
         """Wait until the sandbox is set up; kill it if that fails.
 
         Raises:
-            SandboxError: a step of the setup failed, or it exceeded its timeout.
+            SandboxNotStarted: a step of the setup failed, or it exceeded its timeout.
         """
         loop = asyncio.get_running_loop()
         self._reply = loop.create_future()
@@ -57,16 +61,24 @@ class Slot:
                 reply = await self._reply
         except TimeoutError:
             self.kill()
-            raise SandboxError(f"a sandbox was not set up within {timeout_s} s") from None
+            raise SandboxNotStarted(f"a sandbox was not set up within {timeout_s} s") from None
+        except SandboxError as error:
+            self.kill()
+            raise SandboxNotStarted(f"a sandbox could not be set up: {error}") from error
         except BaseException:
             self.kill()
             raise
         if reply.get("ready") is not True:
             self.kill()
-            raise SandboxError(f"a sandbox could not be set up: {reply.get('failed')}")
+            raise SandboxNotStarted(f"a sandbox could not be set up: {reply.get('failed')}")
 
     async def execute(self, job: Job) -> Result:
-        """Execute a job; kill the sandbox if it breaks the protocol, hangs, or outputs too much."""
+        """Execute a job; kill the sandbox if it breaks the protocol, hangs, or outputs too much.
+
+        Raises:
+            SandboxNotStarted: this machine is too short of something to start the job.
+            SandboxError: the sandbox was killed from outside, as when the pool is closed.
+        """
         started = time.perf_counter()
         loop = asyncio.get_running_loop()
         self._count += 1
@@ -80,22 +92,34 @@ class Slot:
                 reply.set_result(_ended("output", *self._usage()))
 
         streams: list[Output] = []
-        given = Input(job.stdin) if job.connection is None else None
+        given: Input | None = None
         try:
-            streams.append(Output(job.output_bytes, overflow))
-            streams.append(Output(job.output_bytes, overflow))
-            stdin = given.theirs if given is not None else job.connection or 0
-            self._send(job, stdin, [stream.theirs for stream in streams])
+            with _sent_or_closed([] if job.connection is None else [job.connection]) as theirs:
+                if job.connection is None:
+                    given = Input(job.stdin)
+                    theirs.append(given.theirs)
+                for _ in range(2):
+                    streams.append(Output(job.output_bytes, overflow))
+                    theirs.append(streams[-1].theirs)
+                await self._send(job, theirs)
             try:
                 async with asyncio.timeout(job.timeout_s + _GRACE_S):
                     ended = await reply
             except TimeoutError:
                 ended = _ended("timeout", *self._usage())
-            except SandboxError as error:
-                ended = _ended("protocol" if isinstance(error, BadReply) else "died")
+            except BadReply:
+                ended = _ended("protocol")
+            except SandboxError:
+                if self._killed:
+                    raise
+                ended = _ended("died")
+            if "failed" in ended:
+                raise SandboxNotStarted(f"a sandbox could not start its job: {ended['failed']}")
             if ended["exit"] is None and ended.get("kill"):
                 self.kill()
-            stdout, stderr = (stream.finish() for stream in streams)
+            stdout, stderr = [await stream.finish() for stream in streams]
+        except SandboxNotStarted:
+            raise  # the sandbox keeps its files, and can take another job
         except BaseException:  # cancelled: the code must not keep running
             self.kill()
             raise
@@ -134,6 +158,7 @@ class Slot:
             os.close(self._handle)
             self._handle = -1
         if self._reply is not None and not self._reply.done():
+            self._killed = True
             self._reply.set_exception(SandboxError("the sandbox was killed"))
             self._reply.exception()
 
@@ -145,8 +170,7 @@ class Slot:
                     return usage(row.split()[1])
         return 0.0, 0
 
-    def _send(self, job: Job, stdin: int, outputs: list[int]) -> None:
-        """Send a job, and close the sandbox's ends of its streams even if that fails."""
+    async def _send(self, job: Job, streams: list[int]) -> None:
         control = {
             "id": self._count,
             "kind": "turn" if job.kind == "turn" else "job",
@@ -156,17 +180,15 @@ class Slot:
             "address_space_bytes": self._limits.address_space_bytes or job.memory_bytes,
             "disk_bytes": self._limits.disk_bytes,
         }
-        descriptors = [stdin, *outputs]
+        header, contents = job.complete_header, list(job.files.values())
+        if sum(header["sizes"]) > _LARGE:
+            payload = await asyncio.to_thread(messages.payload, header, contents)
+        else:
+            payload = messages.payload(header, contents)
         try:
-            payload = messages.payload(job.complete_header, list(job.files.values()))
-            descriptors.insert(0, payload)
-            socket.send_fds(self._control, [json.dumps(control).encode()], descriptors)
-        except OSError:
-            if self._reply is not None and not self._reply.done():
-                self._reply.set_result(_ended("died"))
+            socket.send_fds(self._control, [json.dumps(control).encode()], [payload, *streams])
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            os.close(payload)
 
     def _receive(self) -> None:
         """Receive one packet from the sandbox, validating all of its content."""
@@ -214,12 +236,31 @@ class Slot:
             self.listener = socket.socket(fileno=descriptors[0])
 
 
+@contextlib.contextmanager
+def _sent_or_closed(theirs: list[int]) -> Iterator[list[int]]:
+    """Collect the sandbox's ends of a job's streams, and close them once it is sent or failed.
+
+    Raises:
+        SandboxNotStarted: the job could not be sent.
+    """
+    try:
+        yield theirs
+    except OSError as error:
+        raise SandboxNotStarted(f"a job could not be sent to its sandbox: {error}") from error
+    finally:
+        for descriptor in theirs:
+            os.close(descriptor)
+
+
 def checked_reply(reply: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the fields of the reply to job number ``count``, after checking types and ranges.
 
     Raises:
         BadReply: the reply is malformed, or belongs to another job.
     """
+    failed = reply.get("failed")
+    if reply.get("id") == count and isinstance(failed, str):
+        return {"failed": failed[: messages.LONGEST_REASON]}
     code, limits = reply.get("exit"), reply.get("limits")
     number = (int, float)
     good = (

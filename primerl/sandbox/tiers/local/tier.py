@@ -177,6 +177,8 @@ class LocalTier(Tier):
 
     def user(self) -> str:
         """Describe the user that owns the processes of sandboxes."""
+        if self.launcher.separate_users:
+            return "one user per sandbox, which no account has"
         user = self.launcher.user
         return f"user {user}, which no account has" if user else f"user {os.getuid()}"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from primerl.sandbox.errors import SandboxError
+from primerl.sandbox.errors import SandboxError, SandboxNotStarted
 from primerl.sandbox.guest import messages, removal
 from primerl.sandbox.tiers import guest_files
 from primerl.sandbox.tiers.host import new_folder
@@ -28,6 +28,7 @@ class Launcher:
         self.folder = folder
         self.landlock = False
         self.user = 0
+        self.separate_users = False
         self._process = process
         self._connection = connection
         self._waiting: dict[int, asyncio.Future[tuple[socket.socket, int]]] = {}
@@ -84,6 +85,7 @@ class Launcher:
                 raise ZygoteFailed(str(answer["failed"]), int(answer.get("errno", 0)))
             launcher.landlock = answer.get("landlock") is True
             launcher.user = int(answer["user"])
+            launcher.separate_users = answer.get("separate") is True
         except TimeoutError:
             await launcher.close()
             raise SandboxError(
@@ -108,7 +110,8 @@ class Launcher:
         ``cgroup`` is a file descriptor of the ``cgroup.procs`` of the group that it should enter.
 
         Raises:
-            SandboxError: the zygote has ended, or the kernel refuses.
+            SandboxNotStarted: the kernel refuses.
+            SandboxError: the zygote has ended.
         """
         self._count += 1
         number = self._count
@@ -150,7 +153,15 @@ class Launcher:
             data, descriptors = messages.receive(self._connection)
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except ValueError:  # no room for descriptors here; the zygote answers in order
+            number, future = next(iter(self._waiting.items()), (0, None))
+            self._waiting.pop(number, None)
+            if future is not None and not future.done():
+                future.set_exception(
+                    SandboxNotStarted("a new sandbox's descriptors exceed the limit of open files")
+                )
+            return
+        except OSError:
             data, descriptors = b"", []
         if not data:
             self._fail("the pool's zygote process has ended")
@@ -166,12 +177,15 @@ class Launcher:
                 future.set_result(made)
         elif future is not None and not future.done():
             future.set_exception(
-                SandboxError(f"no sandbox could be created: {answer.get('failed')}")
+                SandboxNotStarted(f"no sandbox could be created: {answer.get('failed')}")
             )
 
     def _fail(self, reason: str) -> None:
         if self.alive:
             asyncio.get_running_loop().remove_reader(self._connection)
+            with contextlib.suppress(OSError):  # the zygote has ended
+                # So that the zygote ends although a fork of this process has a copy.
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
         for future in self._waiting.values():
             if not future.done():

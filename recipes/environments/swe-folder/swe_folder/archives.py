@@ -1,9 +1,10 @@
-"""Reader of untrusted tar archives, in time that is linear in their size.
+"""Reader of untrusted tar archives, in few and short steps.
 
 ``tarfile`` takes quadratic time to read some extended headers (CVE-2024-6232), and never ends where
 the size of a member is negative (CVE-2025-8194), in versions of Python that this package supports.
 """
 
+import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -23,6 +24,16 @@ _KINDS: dict[bytes, Kind] = {
 _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders and pipes
 _SPARSE = b"S"
 _SPARSE_RECORD = "GNU.sparse."
+_KEYS = ("path", "linkpath", "size")
+_LONGEST_KEY = 20
+_LONGEST_NAME = 1 << 16
+# Bytes of a long name, and of an extended header, whose other records are passed over.
+_MOST_BYTES = {b"L": _LONGEST_NAME, b"K": _LONGEST_NAME} | dict.fromkeys(
+    (b"x", b"X", b"g"), 1 << 20
+)
+_MOST_STEPS = 200_000  # headers, and records of extended headers: one takes less than 10 µs
+_STEPS_AT_ONCE = 20
+_REST_S = 1e-4  # lets the event loop take over, which would otherwise wait for 5 ms
 
 
 class BadArchive(ValueError):
@@ -44,18 +55,36 @@ class Member:
     executable: bool
 
 
+class _Steps:
+    """Counts the steps of reading an archive, and rests between them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def step(self) -> None:
+        self._count += 1
+        if self._count > _MOST_STEPS:
+            raise BadArchive(f"it has more than {_MOST_STEPS} headers and records")
+        if self._count % _STEPS_AT_ONCE == 0:
+            time.sleep(_REST_S)
+
+
 def members(archive: bytes) -> Iterator[Member]:
     """Yield the members of an archive in the formats of POSIX and of GNU.
 
+    It rests between its steps, so that other threads are not held up.
+
     Raises:
-        BadArchive: the bytes are not such an archive, or have a sparse file.
+        BadArchive: the bytes are not such an archive, have a sparse file, or need too many steps.
     """
     if not archive:
         raise BadArchive("it is empty")
     at = 0
+    steps = _Steps()
     always: dict[str, str] = {}  # the records of global headers
     own: dict[str, str] = {}  # the records for the next member
     while header := archive[at : at + _BLOCK]:
+        steps.step()
         if header == bytes(_BLOCK):
             return
         if len(header) < _BLOCK or _checksum(header) != _number(header[148:156]):
@@ -71,17 +100,19 @@ def members(archive: bytes) -> Iterator[Member]:
         begin, at = at, at + size + -size % _BLOCK
         if at > len(archive):
             raise BadArchive(f"the member at byte {begin} is cut off")
+        if size > _MOST_BYTES.get(kind, size):
+            raise BadArchive(f"the extended header at byte {begin} has {size} bytes")
         content = archive[begin : begin + size]
         if kind == b"L":
             own["path"] = _text(content)
         elif kind == b"K":
             own["linkpath"] = _text(content)
         elif kind == b"g":
-            always |= _records(content)
+            always |= _records(content, steps)
         elif kind in b"xX":
-            own |= _records(content)
+            own |= _records(content, steps)
         else:
-            if kind == _SPARSE or any(name.startswith(_SPARSE_RECORD) for name in records):
+            if kind == _SPARSE or _SPARSE_RECORD in records:
                 raise BadArchive("it has a sparse file")
             yield _member(header, kind, records, content)
             own = {}
@@ -103,18 +134,24 @@ def _member(header: bytes, kind: bytes, records: dict[str, str], content: bytes)
     )
 
 
-def _records(content: bytes) -> dict[str, str]:
+def _records(content: bytes, steps: _Steps) -> dict[str, str]:
     """Return the records of an extended header, each written as ``LENGTH NAME=VALUE\\n``."""
     found = {}
     at = 0
     while at < len(content) and content[at]:
+        steps.step()
         space = content.find(b" ", at, at + _LONGEST_LENGTH)
         length = _decimal(_text(content[at : max(at, space)]))
         record = content[space + 1 : at + length]
         name, equals, value = record[:-1].partition(b"=")
         if not record.endswith(b"\n") or not equals or at + length > len(content):
             raise BadArchive("an extended header is malformed")
-        found[_text(name)] = value.decode(errors="surrogateescape")
+        key = _text(name[:_LONGEST_KEY])
+        # Only these, so that records that nobody needs cost nothing with each further member.
+        if key in _KEYS or key.startswith(_SPARSE_RECORD):
+            if len(value) > _LONGEST_NAME or b"\0" in value:
+                raise BadArchive("a name is too long, or has a zero byte")
+            found[key if key in _KEYS else _SPARSE_RECORD] = value.decode(errors="surrogateescape")
         at += length
     return found
 

@@ -13,7 +13,7 @@ from swe_folder import git, layouts, repositories
 from swe_folder.git import Files
 from swe_folder.issues import Issue
 from swe_folder.layouts import Layout
-from swe_folder.runtimes import put
+from swe_folder.runtimes import put, reading
 
 # pytest's exit codes for sessions that ran to their end: all tests passed, or some failed.
 _COMPLETE = (0, 1)
@@ -105,8 +105,12 @@ async def _in_isolation(
     inputs = {path: file for path, file in found.tests.items() if _is_below(path, issue.inputs)}
     report = await grade_repository(
         pool,
-        repositories.code_under_test(layout, base=found.base, changed=changed, inputs=inputs),
-        repositories.suite(layout, changed=changed, tests=found.tests),
+        await reading(
+            lambda: repositories.code_under_test(
+                layout, base=found.base, changed=changed, inputs=inputs
+            )
+        ),
+        await reading(lambda: repositories.suite(layout, changed=changed, tests=found.tests)),
         modules=layout.modules,
         paths=layout.paths,
         packages=packages,
@@ -133,8 +137,10 @@ async def _by_command(
     packages: Sequence[str],
     timeout_s: float,
 ) -> tuple[bool, str]:
-    files = repositories.with_own_tests(
-        found.layout, base=found.base, changed=changed, tests=found.tests
+    files = await reading(
+        lambda: repositories.with_own_tests(
+            found.layout, base=found.base, changed=changed, tests=found.tests
+        )
     )
     runtime = verifiers_runtime(pool, timeout_s=timeout_s)
     await runtime.start()

@@ -12,6 +12,9 @@ from swe_folder.git import MOST_BYTES, Files
 from swe_folder.layouts import CODE, Layout
 from swe_folder.paths import resolved
 
+_MOST_MEMBERS = 20_000  # as many files as a sandbox may have
+_LONGEST_NAME = 1024
+
 
 def packed(files: Files) -> bytes:
     """Pack files into a tar archive."""
@@ -34,13 +37,20 @@ def unpacked(archive: bytes) -> Files:
     """Unpack the regular files and symbolic links of an untrusted tar archive, in memory.
 
     Raises:
-        ValueError: the bytes are not an archive, or the files have too many bytes.
+        ValueError: the bytes are not an archive, or it has too many bytes, members or long names.
     """
     files: Files = {}
+    count = 0
     originals: dict[str, archives.Member] = {}
     left = MOST_BYTES
     try:
         for member in archives.members(archive):
+            count += 1
+            if count > _MOST_MEMBERS or len(member.name) > _LONGEST_NAME:
+                raise ValueError(
+                    f"the archive has more than {_MOST_MEMBERS} members, or a name longer than "
+                    f"{_LONGEST_NAME} characters"
+                )
             path = PurePosixPath(member.name)
             # A hard link refers to an earlier file of the archive.
             file = originals.get(member.target) if member.kind == "link" else member

@@ -1,14 +1,20 @@
 """Repositories in the runtimes of agents: writing, reading and patching them."""
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import provision_runtime
 
 from swe_folder import repositories
 from swe_folder.git import MOST_BYTES, Files
+
+T = TypeVar("T")
+_READING = threading.Lock()
 
 
 @contextlib.asynccontextmanager
@@ -24,7 +30,7 @@ async def put(runtime: vf.Runtime, files: Files, *, removed: Sequence[str] = ())
     Raises:
         RuntimeError: unpacking fails, for lack of space or of tar.
     """
-    await runtime.write(".repository.tar", repositories.packed(files))
+    await runtime.write(".repository.tar", await reading(repositories.packed, files))
     command = 'rm -f -- "$@" && tar xf .repository.tar && rm .repository.tar'
     done = await runtime.run(["sh", "-c", command, "sh", *removed], {})
     if done.exit_code:
@@ -42,7 +48,21 @@ async def taken(runtime: vf.Runtime) -> Files:
     done = await runtime.run(["sh", "-c", command], {})
     if done.exit_code:
         raise ValueError(f"the folder can't be packed: {done.stderr}")
-    return repositories.unpacked(await runtime.read(name, max_bytes=MOST_BYTES))
+    archive = await runtime.read(name, max_bytes=MOST_BYTES)
+    return await reading(repositories.unpacked, archive)
+
+
+async def reading(work: Callable[..., T], *arguments: Any) -> T:
+    """Do work on an agent's files in a thread, one such work at a time.
+
+    The event loop stays free. The work must take time that is linear in the size of the files.
+    """
+
+    def alone() -> T:
+        with _READING:
+            return work(*arguments)
+
+    return await asyncio.to_thread(alone)
 
 
 async def apply(runtime: vf.Runtime, place: str, patch: str) -> None:

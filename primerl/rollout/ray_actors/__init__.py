@@ -1,0 +1,1 @@
+"""Environments that are played in Ray actors, on many hosts."""

@@ -1,0 +1,1 @@
+"""Sandboxes on other hosts, which Ray actors hold."""

@@ -296,9 +296,9 @@ def main(args: Args) -> None:
         checkpoints = checkpoint.Checkpoints(
             run.folder, model, optimizer, every=args.save_every, last=args.steps
         )
-        with checkpoints:
+        with checkpoints, transport:
             first_step = checkpoints.load(saved)
-            transport.publish(first_step)
+            publication = transport.start(first_step)
             parallel.freeze_gc()  # no garbage collection of the objects built so far
 
             for step in range(first_step, args.steps):
@@ -306,6 +306,10 @@ def main(args: Args) -> None:
                     rollouts.start_evaluation(eval_tasks, greedy, version=step, keep_errors=True)
                 for ended in rollouts.ended_evaluations():
                     run.log_evaluation(ended.version, ended.outcomes())
+                # Train on the rollouts that are there while servers load the weights of this step.
+                # If there are too few, wait for the weights, which sample the others.
+                if not parallel.from_first_rank(rollouts.ready(step)):
+                    publication.wait()
                 groups = rollouts.take(version=step)
                 samples = advantage.assign(groups, advantage.standardized)
 
@@ -329,13 +333,14 @@ def main(args: Args) -> None:
                         statistics=statistics,
                     )
                     norm = parallel.clip_gradients(model.parameters(), 1.0)
+                    receipt = publication.wait()  # its check compares servers with these weights
                     if guard.allows(objective, norm):
                         optimizer.step()
                     optimizer.zero_grad()
                     rows = parallel.gather(statistics.end_minibatch(), mesh)
                     per_token += packing.unpack(packed, rows, minibatch)
 
-                receipt = transport.publish(step + 1)
+                publication = transport.start(step + 1)
                 metrics = receipt.metrics | statistics.summary(parallel.all_sum)
                 metrics["grad_norm"] = norm  # of the last minibatch, before clipping
                 metrics["lr"] = args.lr

@@ -15,13 +15,14 @@ from torch import nn
 from primerl._common.checkpoint_tensors import Quantizer
 from primerl._common.progress import report
 from primerl._common.ranks import is_first_rank, on_every_rank, on_first_rank
+from primerl._common.threads import in_thread
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.receipts import Receipt, check_engines, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
-from primerl.weights.transports.transport import Transport
+from primerl.weights.transports.transport import PendingPublication, Transport
 from primerl.weights.verification import wiring
-from primerl.weights.verification.canary import Canary
+from primerl.weights.verification.canary import Canary, CanaryAnswers
 from primerl.weights.verification.fingerprints import changed_since, fingerprints
 
 log = logging.getLogger(__name__)
@@ -94,15 +95,22 @@ class VerifiedTransport(Transport):
         model = self.canary.model
         before = fingerprints(model)
         pending = self.transport.start(version)
+        asking = in_thread(lambda: self._asked(pending, version)) if is_first_rank() else None
 
         def finish() -> Receipt:
             with self._rejected_if_it_fails(version):
                 receipt = pending.wait()
                 changed = on_every_rank(lambda: changed_since(before, model)[:3], self._agreeing())
                 self._require_unchanged(version, changed)
-                return self._verified(version, receipt)
+                return self._verified(version, receipt, _result_on_first_rank(asking))
 
-        return finish, pending.work
+        return finish, pending.work if asking is None else asking
+
+    def _asked(self, pending: PendingPublication, version: int) -> CanaryAnswers:
+        """Have the engines answer the canary as soon as they serve the version."""
+        if pending.work is not None:
+            pending.work.result()
+        return self.canary.ask(version)
 
     def _require_unchanged(self, version: int, changed: Sequence[Sequence[str]]) -> None:
         """Check that no rank's weights have changed, which would be compared with the engines."""
@@ -124,19 +132,26 @@ class VerifiedTransport(Transport):
                 self._tell_worker(version, passed=False)
             raise
 
-    def _verified(self, version: int, receipt: Receipt) -> Receipt:
-        """Return the receipt once the canary has passed; publish again if it fails."""
+    def _verified(
+        self, version: int, receipt: Receipt, answers: CanaryAnswers | None = None
+    ) -> Receipt:
+        """Return the receipt once the canary has passed; publish again if it fails.
+
+        ``answers`` are the engines' to the first check, on rank 0, if they were asked before.
+        """
         for retries_left in reversed(range(self._retries + 1)):
             started = time.perf_counter()
-            verdict = self.canary.check(version)
+            verdict = self.canary.check(version, answers)
             self._tell_worker(version, passed=verdict.passed)
             if verdict.passed:
-                seconds = receipt.seconds | {"verify": time.perf_counter() - started}
+                asked_s = 0.0 if answers is None else answers.seconds
+                seconds = receipt.seconds | {"verify": asked_s + time.perf_counter() - started}
                 return on_all_ranks(attrs.evolve(receipt, seconds=seconds, canary=verdict.metrics))
             if retries_left and is_first_rank():
                 log.warning("version %d failed the canary and is published again", version)
             if retries_left:
                 receipt = self.transport.publish(version)
+                answers = None
         raise RuntimeError(f"the engines do not serve the published weights: {verdict.reason}")
 
     def _test_wiring(self, version: int) -> None:
@@ -153,6 +168,19 @@ class VerifiedTransport(Transport):
         self._told = (version, passed)
         if self._worker is not None:
             self._worker.mark_version(version, verified=passed)
+
+
+def _result_on_first_rank(
+    asking: "Future[CanaryAnswers] | None",
+) -> CanaryAnswers | None:
+    """Wait on all ranks for what rank 0 asked; return it on rank 0, and None on the others."""
+
+    def wait_for_it() -> None:
+        assert asking is not None, "rank 0 asks"
+        asking.result()
+
+    on_first_rank(wait_for_it)
+    return None if asking is None else asking.result()
 
 
 def transport_to(

@@ -1,6 +1,7 @@
 """Publications that a canary checks, and what the worker is told."""
 
 import re
+import threading
 
 import pytest
 import torch
@@ -174,11 +175,49 @@ def test_a_version_is_verified_by_wait():
         receipt = pending.wait()
         assert pending.wait() is receipt
         assert receipt.seconds["verify"] > 0
-        assert receipt.metrics["publish_wait_s"] > receipt.seconds["verify"]
+        assert receipt.metrics["publish_wait_s"] > 0
         trained(model, seed=version, lr=1e-3)
 
     assert worker.told == [(0, True), (1, True), (2, True)]
     assert engine.updates == [0, 1, 2]
+
+
+def test_engines_are_asked_before_wait():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    asked, probe = threading.Event(), engine.probe
+
+    def recorded(*arguments, **settings):
+        answer = probe(*arguments, **settings)
+        asked.set()
+        return answer
+
+    engine.probe = recorded
+    _, transport = verified(model, engine)
+    pending = transport.start(0)
+    assert asked.wait(60)
+    asked.clear()
+    assert pending.wait().canary["canary_difference"] < 1e-4
+    assert not asked.is_set()  # once is enough
+
+
+def test_an_engine_that_does_not_answer_fails_in_wait():
+    model = testing.tiny_model("llama")
+    engine = CopyEngine(model)
+    worker, transport = verified(model, engine)
+
+    def fail(*_, **__):
+        raise RuntimeError("no server answers")
+
+    probe, engine.probe = engine.probe, fail
+    pending = transport.start(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no server answers"):
+            pending.wait()
+    assert pending.ended
+    engine.probe = probe
+    transport.start(2).wait()
+    assert worker.told == [(1, False), (2, True)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,18 @@ class CanaryVerdict:
         """``mismatch_kl`` and ``canary_difference`` of the worst server, in nats."""
         difference = max(one.difference for one in self.servers)
         return {"mismatch_kl": self.mismatch_kl, "canary_difference": difference}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class CanaryAnswers:
+    """What the engines answered to a canary: digests of their tensors, and scored sequences."""
+
+    readings: dict[str, list[Reading]]
+    """The tensors of each server; empty if none are compared."""
+    rows: list[dict[str, Any]]
+    """The sequences as each server scored and continued them; see ``scoring.probed``."""
+    seconds: float
+    """How long the engines took."""
 
 
 class Canary:
@@ -182,8 +195,27 @@ class Canary:
         """The largest root mean square difference that passes, in nats; None before it is known."""
         return self._checks.tolerance
 
-    def check(self, version: int) -> CanaryVerdict:
+    def ask(self, version: int) -> CanaryAnswers:
+        """Have the engines, which serve ``version``, answer what ``check`` compares.
+
+        Only rank 0 calls this. It uses neither the model's tensors nor collectives, so it may run
+        in a thread while the model is trained.
+
+        Raises:
+            RuntimeError: the engine could not be probed.
+            ValueError: the engine refuses the sequences.
+        """
+        began = time.perf_counter()
+        readings = self._read(version) if self._reads and not self._base else {}
+        rows = self._probe()
+        return CanaryAnswers(readings=readings, rows=rows, seconds=time.perf_counter() - began)
+
+    def check(self, version: int, answers: CanaryAnswers | None = None) -> CanaryVerdict:
         """Compare every server with the trainer, whose weights were published as ``version``.
+
+        Args:
+            version: the version that was published.
+            answers: what ``ask`` returned for the version, on rank 0; None to ask now.
 
         Raises:
             RuntimeError: the difference at the first check is too large to be noise, or the engine
@@ -193,8 +225,16 @@ class Canary:
         """
         if self._rounding is None:
             self._rounding = rounding_noise(self.model, self.sequences[0])
-        compared = self._compared(version)
-        rows = on_first_rank(self._probe)
+        readings: dict[str, list[Reading]] = {}
+
+        def answered() -> list[Any]:
+            found = self.ask(version) if answers is None else answers
+            readings.update(found.readings)
+            merged = getattr(self._engine, "adapter", None) is None
+            return [found.rows, bool(readings), merged]
+
+        rows, has_readings, merged = on_first_rank(answered)
+        compared = self._compared(readings, merged=merged) if has_readings else self._base
         sampled = [(len(row["logprobs"]), row["temperature"]) for row in rows]
         expected = trainer_logprobs(self.model, [row["token_ids"] for row in rows], sampled=sampled)
         content = on_first_rank(lambda: self._verdict(version, rows, expected, compared))
@@ -217,20 +257,13 @@ class Canary:
 
         return {name: np.array(values) for name, values in on_first_rank(ask).items()}
 
-    def _compared(self, version: int) -> dict[str, TensorComparison]:
-        """Compare the tensors of each server with the trainer's; empty if none can be read.
+    def _compared(
+        self, readings: dict[str, list[Reading]], *, merged: bool
+    ) -> dict[str, TensorComparison]:
+        """Compare the tensors of each server with the trainer's.
 
         All ranks compare, and rank 0 has the result.
         """
-        readings: dict[str, list[Reading]] = {}
-
-        def read() -> list[bool]:
-            readings.update(self._read(version) if self._reads and not self._base else {})
-            return [bool(readings), getattr(self._engine, "adapter", None) is None]
-
-        found, merged = on_first_rank(read)
-        if not found:
-            return self._base
         compared = self._comparer.compare(readings, merge_adapters=merged)
         if compared and not merged and not any(one.wrong for one in compared.values()):
             self._base = compared

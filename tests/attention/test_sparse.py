@@ -433,7 +433,9 @@ def test_four_ranks_train_as_one_process_does(found, kind, cp):
         chosen += [[*itertools.chain(*parts)] for parts in zip(*peers, strict=True)]
     assert chosen == one["chosen_by_one"]
     assert one["names"]
-    assert one["weights"] < 1e-5 < 1e-3 < one["moved"]
+    # AdamW divides by a gradient's size, and so enlarges the rounding of gradients near zero, which
+    # differs between processors.
+    assert one["weights"] < 5e-5 < 1e-3 < one["moved"]
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 
 T = TypeVar("T")
 _PAUSES_S = (0.05, 0.5)  # before another attempt to start something
-Ability = Literal["network", "roots", "snapshots", "turns", "connections"]
+Ability = Literal["network", "roots", "images", "snapshots", "turns", "connections"]
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +30,8 @@ class Options:
     lease_s: float
     start_timeout_s: float
     image: str | None
+    image_bytes: int = 64 << 30
+    image_timeout_s: float = 1800.0
 
 
 @attrs.frozen(kw_only=True)
@@ -99,10 +101,10 @@ class Tier:
     """An isolation tier: a factory of sandboxes that are isolated in one particular way.
 
     ``lacks`` names what its sandboxes can't do: reach listed servers (``network``), use another
-    root filesystem (``roots``), pack and unpack their files (``snapshots``), keep Python state
-    between turns (``turns``), or use a socket of the owner as stdin (``connections``). ``hides``
-    lists folders that each sandbox replaces with its own: the host's folder can't be shown there,
-    but readable paths below it can.
+    root filesystem (``roots``), use the image of a session (``images``), pack and unpack their
+    files (``snapshots``), keep Python state between turns (``turns``), or use a socket of the owner
+    as stdin (``connections``). ``hides`` lists folders that each sandbox replaces with its own: the
+    host's folder can't be shown there, but readable paths below it can.
     """
 
     name: str
@@ -133,12 +135,25 @@ class Tier:
     async def make(self, settings: Mapping[str, Any]) -> Sandbox:
         """Create a sandbox for one job, or for many if ``settings`` has ``session``.
 
-        The setting ``lifetime_s`` limits how long a session's sandbox lives.
+        The setting ``lifetime_s`` limits how long a session's sandbox lives. ``image`` is the image
+        of a session, which stays on this host as long as the sandbox lives.
 
         Raises:
             SandboxError: the sandbox can't be created.
         """
         raise NotImplementedError(self.name)
+
+    async def fetch(self, image: str) -> None:
+        """Bring the image of a session to this host before the session's sandbox is created.
+
+        Raises:
+            SandboxError: the image can't be had; the message names it.
+        """
+        raise NotImplementedError(self.name)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the images that this host holds, and what became of others."""
+        return {}
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
         """Build a root filesystem for sessions from layers, the lowest first."""

@@ -25,6 +25,7 @@ class SandboxActor(HostActor):
         self._sandboxes: dict[int, Any] = {}
         self._making: dict[int, asyncio.Task[None]] = {}
         self._roots: dict[str, asyncio.Task[Any]] = {}
+        self._fetching: dict[str, asyncio.Task[None]] = {}
         self._heard = 0.0  # when the driver last asked for ended sandboxes
 
     async def start(self, name: Any, options: Any) -> Any:
@@ -63,8 +64,11 @@ class SandboxActor(HostActor):
         if sandbox is not None:
             sandbox.kill()
 
-    async def ended(self, wait_s: float) -> list[int]:
-        """Wait for sandboxes that end by themselves, at most ``wait_s``; return their numbers."""
+    async def ended(self, wait_s: float) -> tuple[list[int], dict[str, Any]]:
+        """Wait for sandboxes that end by themselves, at most ``wait_s``.
+
+        Return their numbers, and the images that this host holds.
+        """
         until = time.monotonic() + wait_s
         found: list[int] = []
         while not found and time.monotonic() < until:
@@ -73,7 +77,19 @@ class SandboxActor(HostActor):
             found = [number for number, one in self._sandboxes.items() if not one.alive]
         for number in found:
             self._sandboxes.pop(number).kill()
-        return found
+        return found, self._tier.stats()
+
+    async def fetch(self, image: str, wait_s: float) -> tuple[bool, Exception | None]:
+        """Wait for an image, at most ``wait_s``; return whether that ended, and an error."""
+        if image not in self._fetching:
+            self._fetching[image] = asyncio.create_task(self._tier.fetch(image))
+        fetching = self._fetching[image]
+        await asyncio.wait([fetching], timeout=wait_s)
+        if not fetching.done():
+            return False, None
+        if self._fetching.get(image) is fetching:
+            del self._fetching[image]
+        return True, await _outcome(fetching)
 
     async def prepare_root(self, name: str, layers: Sequence[str]) -> Any:
         """Build a root filesystem that the driver calls ``name``, once."""

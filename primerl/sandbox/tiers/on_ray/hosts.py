@@ -22,6 +22,7 @@ from primerl.sandbox.tiers.on_ray.actor import SandboxActor
 ANSWER_S = 30.0  # for an actor to answer, besides the time that its work may take
 ROOT_S = 600.0  # for a root filesystem to be copied
 CLOSE_S = 15.0
+FETCH_S = 10.0  # of each question whether an image is there
 _WAIT_S = 10.0  # of each question for ended sandboxes, unless the lease is short
 
 
@@ -63,12 +64,16 @@ class RayHost:
     Attributes:
         name: the name of the host.
         sandboxes: the numbers of the sandboxes that are alive, or being created.
+        images: the images of sessions that the host has.
+        stats: the images of the host, as its tier reported them last.
         lost: why the actor is lost; empty while it is alive.
     """
 
     def __init__(self, actor: Any, name: str, options: Options) -> None:
         self.name = name
         self.sandboxes: set[int] = set()
+        self.images: set[str] = set()
+        self.stats: dict[str, Any] = {}
         self.lost = ""
         self._actor = actor
         self._options = options
@@ -103,6 +108,8 @@ class RayHost:
         sandbox = RemoteSandbox(self, number)
         self.sandboxes.add(number)
         timeout_s = 2 * self._options.start_timeout_s + ANSWER_S + (ROOT_S if layers else 0.0)
+        if "image" in settings:  # which may have been removed since it was fetched
+            timeout_s += 2 * self._options.image_timeout_s
         try:
             await self.call("make", number, settings, layers, timeout_s=timeout_s)
         except BaseException:
@@ -130,6 +137,19 @@ class RayHost:
             self.sandboxes.discard(number)
             self._actor.kill.remote(number)
 
+    async def fetch(self, image: str) -> None:
+        """Bring an image to this host.
+
+        Raises:
+            SandboxError: the image can't be had.
+            SandboxLost: the host is lost.
+        """
+        done = False
+        while not done:
+            done, error = await self.call("fetch", image, FETCH_S, timeout_s=FETCH_S + ANSWER_S)
+            self._checked(error)
+        self.images.add(image)
+
     async def prepare_root(self, name: str, layers: Sequence[str]) -> Root:
         """Build a root filesystem on this host."""
         root: Root = await self.call("prepare_root", name, layers, timeout_s=ROOT_S)
@@ -140,8 +160,10 @@ class RayHost:
         wait_s = min(_WAIT_S, self._options.lease_s / 4)
         with contextlib.suppress(SandboxLost):
             while True:
-                ended = await self.call("ended", wait_s, timeout_s=wait_s + ANSWER_S)
+                answer = await self.call("ended", wait_s, timeout_s=wait_s + ANSWER_S)
+                ended, self.stats = answer
                 self.sandboxes.difference_update(ended)
+                self.images.intersection_update(self.stats.get("images", ()))
 
     async def close(self) -> None:
         """End the actor with its tier and all sandboxes."""

@@ -13,6 +13,7 @@ from primerl.sandbox.tiers.interface import Tier
 from primerl.sandbox.tiers.on_ray.hosts import RayHost, RayHosts, RemoteSandbox
 
 _TRIES = 3  # of a sandbox whose host is lost while it is created
+_IMAGE_WORTH = 4  # sandboxes that a host may have more than another one without the image
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0  # before another actor is started
 
 _log = logging.getLogger(__name__)
@@ -86,12 +87,25 @@ class RayTier(Tier):
             raise SandboxError("the root filesystem belongs to another pool")
         layers = None if root is None else self._layers[root]
         for _ in range(_TRIES):
-            host = await self._host()
+            host = await self._host(settings.get("image"))
             try:
                 return await host.make(next(self._numbers), settings, layers)
             except SandboxLost as error:
                 lost = error
         raise lost
+
+    async def fetch(self, image: str) -> None:
+        """Bring an image to the host that the next session with it is likely to use."""
+        for _ in range(_TRIES):
+            try:
+                return await (await self._host(image)).fetch(image)
+            except SandboxLost as error:
+                lost = error
+        raise lost
+
+    def stats(self) -> dict[str, Any]:
+        """Return the images of each host, as it reported them in the last seconds."""
+        return {"hosts": [{"host": host.name, **host.stats} for host in self._hosts]}
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
         """Build a root filesystem on one host; others build theirs for their first session."""
@@ -119,8 +133,10 @@ class RayTier(Tier):
         assert self._isolation is not None, "start() comes first"
         return self._isolation
 
-    async def _host(self) -> RayHost:
+    async def _host(self, image: str | None = None) -> RayHost:
         """Return the host with the fewest sandboxes; wait for one if all are lost.
+
+        A host that has the image may have some more sandboxes than others.
 
         Raises:
             SandboxUnavailable: no actor could be started.
@@ -134,7 +150,9 @@ class RayTier(Tier):
                 raise SandboxUnavailable(f"no host runs sandboxes: {failure}") from failure
             self._changed.clear()
             await self._changed.wait()
-        return min(living, key=lambda host: len(host.sandboxes))
+        return min(
+            living, key=lambda host: len(host.sandboxes) - _IMAGE_WORTH * (image in host.images)
+        )
 
     async def _keep(self, number: int) -> None:
         """Start an actor, and another one whenever it is lost."""

@@ -48,8 +48,9 @@ class BadArchive(ValueError):
 class MemberContent:
     """The content of a member, which is read from the archive's file before the next member is."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int, at: int) -> None:
         self._file = file
+        self._at = at
         self._left = size
 
     def read(self, most: int = -1) -> bytes:
@@ -61,7 +62,7 @@ class MemberContent:
         wanted = self._left if most < 0 else min(most, self._left)
         content = self._file.read(wanted)
         if len(content) < wanted:
-            raise BadArchive("a member is cut off")
+            raise BadArchive(f"the member at byte {self._at} is cut off")
         self._left -= wanted
         return content
 
@@ -75,7 +76,7 @@ class MemberContent:
         while rest:
             passed = len(self._file.read(min(rest, _CHUNK)))
             if not passed:
-                raise BadArchive("a member is cut off")
+                raise BadArchive(f"the member at byte {self._at} is cut off")
             rest -= passed
 
 
@@ -132,6 +133,7 @@ def members(file: BinaryIO, *, most_steps: int = MOST_STEPS) -> Iterator[Archive
             return
         if len(header) < _BLOCK or _checksum(header) != _number(header[148:156]):
             raise BadArchive(f"there is no valid header at byte {at}")
+        at += _BLOCK
         kind = header[156:157]
         records = always | own
         size = _number(header[124:136])
@@ -140,10 +142,10 @@ def members(file: BinaryIO, *, most_steps: int = MOST_STEPS) -> Iterator[Archive
         if kind in _WITHOUT_CONTENT:
             size = 0
         if size > _LARGEST:
-            raise BadArchive(f"the member at byte {at} has {size} bytes")
+            raise BadArchive(f"the member at byte {at} is cut off")
         if size > _MOST_BYTES.get(kind, size):
             raise BadArchive(f"the extended header at byte {at} has {size} bytes")
-        content = MemberContent(file, size)
+        content = MemberContent(file, size, at)
         if kind == b"L":
             own["path"] = _text(content.read())
         elif kind == b"K":
@@ -158,7 +160,7 @@ def members(file: BinaryIO, *, most_steps: int = MOST_STEPS) -> Iterator[Archive
             yield _member(header, kind, records, size, content)
             own = {}
         content.skip(-size % _BLOCK)
-        at += _BLOCK + size + -size % _BLOCK
+        at += size + -size % _BLOCK
     if at == 0:
         raise BadArchive("it is empty")
 

@@ -286,6 +286,14 @@ class SandboxPool:
             output_bytes=output_bytes or self.limits.output_bytes,
         )
 
+    async def run_connected(self, served: Job, suite: Job) -> tuple[Result, Result | None]:
+        """Execute two jobs in two new sandboxes whose standard inputs are connected.
+
+        Returns the results of ``suite`` and of ``served``, which is None if ``served`` had to be
+        ended after ``suite``. The caller holds a ``turn``.
+        """
+        return await self._tier.run_connected(served, suite, sandboxes=self._new)
+
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Hold one of the pool's ``concurrency`` permits, granted in order of arrival.
@@ -315,6 +323,14 @@ class SandboxPool:
             sandbox = await self._tier.make(settings or {})
         self._alive.add(sandbox)
         return sandbox
+
+    @contextlib.asynccontextmanager
+    async def _new(self) -> AsyncIterator[Sandbox]:
+        sandbox = await self._make({"session": True})
+        try:
+            yield sandbox
+        finally:
+            self._end(sandbox)
 
     async def _run_once(self, job: Job) -> Result:
         sandbox = await self._take()

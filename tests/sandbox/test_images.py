@@ -17,8 +17,8 @@ from sandboxed import needed, with_pool
 from primerl.sandbox import SandboxError, SandboxPool
 from primerl.sandbox.archives import BadArchive
 from primerl.sandbox.tiers.images import formats
+from primerl.sandbox.tiers.images.cache import ImageCache
 from primerl.sandbox.tiers.images.layers import LayeredRoot
-from primerl.sandbox.tiers.images.store import ImageStore
 
 MANY = 1 << 40
 
@@ -326,19 +326,19 @@ def test_malformed_images_are_refused(tmp_path, content, message):
         formats.unpack(str(tmp_path / "image"), str(tmp_path / "root"), owner=0, grow=id)
 
 
-# ---- the store ----
+# ---- the cache ----
 
 
 class Library:
     """Images of the given sizes, which count how often each is fetched and removed."""
 
-    def __init__(self, sizes, **store):
+    def __init__(self, sizes, **cache):
         self.sizes = sizes
         self.fetched, self.removed = [], []
         self.gate = asyncio.Event()
         self.gate.set()
-        self.store = ImageStore(
-            self.fetch, self.removed.append, **{"limit_bytes": 100, "timeout_s": 60.0, **store}
+        self.cache = ImageCache(
+            self.fetch, self.removed.append, **{"limit_bytes": 100, "timeout_s": 60.0, **cache}
         )
 
     async def fetch(self, name, grow):
@@ -355,8 +355,8 @@ def test_sessions_that_ask_at_once_share_one_fetch():
     async def run():
         library = Library({"a": 30})
         library.gate.clear()
-        asking = [asyncio.create_task(library.store.take("a")) for _ in range(50)]
-        late = asyncio.create_task(library.store.take("a"))
+        asking = [asyncio.create_task(library.cache.take("a")) for _ in range(50)]
+        late = asyncio.create_task(library.cache.take("a"))
         await asyncio.sleep(0)
         late.cancel()  # the others still get it
         library.gate.set()
@@ -367,7 +367,7 @@ def test_sessions_that_ask_at_once_share_one_fetch():
 
     assert library.fetched == ["a"]
     assert {id(one) for one in held} == {id(held[0])}
-    assert library.store.stats() == {
+    assert library.cache.stats() == {
         "images": {"a": {"bytes": 30, "sessions": 50}},
         "image_bytes": 30,
         "images_fetched": 1,
@@ -378,42 +378,42 @@ def test_sessions_that_ask_at_once_share_one_fetch():
 def test_the_image_unused_for_longest_makes_room_and_none_in_use_does():
     async def run():
         library = Library({"a": 40, "b": 30, "c": 30, "d": 30})
-        store = library.store
-        first = await store.take("a")
+        cache = library.cache
+        first = await cache.take("a")
         for name in ("b", "c", "b"):  # c is unused for longest, then b; a is in use
-            store.release(await store.take(name))
+            cache.release(await cache.take(name))
         assert library.removed == []
-        store.release(await store.take("d"))
+        cache.release(await cache.take("d"))
         assert library.removed == ["c"]
-        store.release(first)
-        await store.fetch("c")
+        cache.release(first)
+        await cache.fetch("c")
         return library
 
     library = asyncio.run(run())
 
     assert library.removed == ["c", "b"]
     assert library.fetched == ["a", "b", "c", "d", "c"]
-    assert library.store.stats()["image_bytes"] == 100
-    assert library.store.stats()["images_removed"] == 2
+    assert library.cache.stats()["image_bytes"] == 100
+    assert library.cache.stats()["images_removed"] == 2
 
 
 def test_an_image_waits_for_the_space_that_sessions_use():
     async def run():
         library = Library({"a": 60, "b": 60})
-        held = await library.store.take("a")
-        waiting = asyncio.create_task(library.store.take("b"))
+        held = await library.cache.take("a")
+        waiting = asyncio.create_task(library.cache.take("b"))
         while library.fetched != ["a", "b"]:  # the first attempt has no room
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        library.store.release(held)
+        library.cache.release(held)
         await waiting
         return library
 
     library = asyncio.run(run())
 
     assert library.removed == ["a"]
-    assert library.store.stats()["images"] == {"b": {"bytes": 60, "sessions": 1}}
+    assert library.cache.stats()["images"] == {"b": {"bytes": 60, "sessions": 1}}
 
 
 def test_failures_name_the_image_and_leave_nothing():
@@ -422,17 +422,17 @@ def test_failures_name_the_image_and_leave_nothing():
         messages = []
         for name in ("large", "no"):
             with pytest.raises(SandboxError) as caught:
-                await library.store.take(name)
+                await library.cache.take(name)
             messages.append(str(caught.value))
         library.gate.clear()
         with pytest.raises(SandboxError) as caught:
-            await library.store.fetch("a")
+            await library.cache.fetch("a")
         messages.append(str(caught.value))
         library.gate.set()
-        await library.store.fetch("a")
-        await library.store.close()
+        await library.cache.fetch("a")
+        await library.cache.close()
         with pytest.raises(SandboxError, match="closed"):
-            await library.store.fetch("no")
+            await library.cache.fetch("no")
         return library, messages
 
     library, messages = asyncio.run(run())
@@ -445,7 +445,7 @@ def test_failures_name_the_image_and_leave_nothing():
         "the image no is unknown",
         "the image a was not fetched within 0.2 s (image_timeout_s)",
     ]
-    assert library.store.stats()["image_bytes"] == 10
+    assert library.cache.stats()["image_bytes"] == 10
 
 
 # ---- pools ----

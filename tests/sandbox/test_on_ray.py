@@ -37,6 +37,7 @@ needed()
 NEEDS_RAY = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed"
 )
+PACKAGES = str(Path(pytest.__file__).parents[1])
 HOST = socket.gethostname()
 FOLDER = """
 import re
@@ -76,6 +77,11 @@ async def all_started(pool, actors):
     async with asyncio.timeout(60):
         while len([host for host in pool._tier._hosts if not host.lost]) < actors:
             await asyncio.sleep(0.05)
+
+
+def elsewhere(node):
+    """The process ids of actors on other nodes."""
+    return [pid for name, pids in actors_by_node().items() if name != node for pid in pids]
 
 
 async def until_stats(pool, sessions):
@@ -277,7 +283,7 @@ def test_sessions_keep_files_and_state_also_on_a_root(cluster, tmp_path):
     (tmp_path / "given").write_text("from the root")
 
     async def run():
-        async with opened(cluster, warm=0) as pool:
+        async with opened(cluster, warm=0, readable=[PACKAGES]) as pool:
             async with pool.session() as session:
                 await session.write("f", b"x" * 3_000_000)
                 await session.run("open('f', 'ab').write(b'y')")
@@ -309,8 +315,19 @@ def test_sessions_keep_files_and_state_also_on_a_root(cluster, tmp_path):
             with pytest.raises(SandboxError, match=f"on the host {HOST}: the image /no/image"):
                 async with pool.session(image="/no/image"):
                     pass
-            with pytest.raises(SandboxError, match="don't support connections between them"):
-                await grade_repository(pool, {}, {"test_a.py": b""}, modules=["a"])
+            suite = {"test_a.py": b"import a\ndef test_two(): assert a.double(2) == 4\n"}
+            passed = [
+                (
+                    await grade_repository(
+                        pool, {"a.py": code}, suite, modules=["a"], packages=[PACKAGES]
+                    )
+                ).passed
+                for code in (b"double = lambda n: 2 * n", b"double = lambda n: n", b"1 / 0")
+            ]
+            assert passed == [True, False, False]
+            async with asyncio.timeout(60):
+                while any(host.sandboxes for host in pool._tier._hosts):
+                    await asyncio.sleep(0.05)
         return state, size, late, restored, given, hosts, images
 
     state, size, late, restored, given, hosts, images = asyncio.run(run())
@@ -471,7 +488,11 @@ def test_sessions_of_a_node_that_drains_go_on_and_others_begin_elsewhere(cluster
     cluster.add("4")
 
     async def run():
-        async with opened(cluster, warm=2) as pool, contextlib.AsyncExitStack() as stack:
+        hosts = {"resources": {"environments": 1.0}}
+        async with (
+            opened(cluster, warm=2, hosts=hosts) as pool,
+            contextlib.AsyncExitStack() as stack,
+        ):
             session = await stack.enter_async_context(pool.session())
             old = session._sandbox._host
             nodes = actors_by_node()
@@ -479,7 +500,7 @@ def test_sessions_of_a_node_that_drains_go_on_and_others_begin_elsewhere(cluster
             node = cluster.name_of(old.node)
             cluster.drain(node)
             async with asyncio.timeout(60):
-                while not old.draining or len(set(actors_by_node()) - {node}) < 2:
+                while not old.draining or len(elsewhere(node)) < 2:
                     await asyncio.sleep(0.05)
             others = [await stack.enter_async_context(pool.session()) for _ in range(3)]
             runs = await asyncio.gather(*(pool.run(f"print({n})") for n in range(6)))

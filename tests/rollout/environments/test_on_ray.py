@@ -389,61 +389,52 @@ def pids(environment):
 @NEEDS_RAY
 @pytest.mark.thorough
 def test_rollouts_of_a_node_that_drains_end_there_and_no_others_begin(cluster, tmp_path):
-    """The first node has time until its rollouts end; the second has none, and they move."""
-    cluster.add("3")
-    resources = {"environments": 2.0}  # one actor per node
+    """The rollouts of the first node end there; those of the second have no time, and move."""
+    for name in ("7", "8"):
+        cluster.add(name, resource="leaving")
+    environment = rollout.on_ray(
+        where,
+        actors=2,
+        rollouts_per_actor=2,
+        address=cluster.address,
+        resources={"leaving": 1.0},
+    )
 
     async def run():
-        patient, hasty = (
-            rollout.on_ray(
-                where,
-                actors=actors,
-                rollouts_per_actor=2,
-                address=cluster.address,
-                resources=resources,
-                drain_timeout_s=seconds,
-            )
-            for actors, seconds in ((2, 300.0), (1, 0.0))
-        )
+        first, second = (Playing(environment, tmp_path / name) for name in ("first", "second"))
         try:
-            first = Playing(patient, tmp_path / "first")
             playing = first.begin(4)
             nodes = await first.begun(4)
-            leaving = nodes[0]
-            before = pids(patient)
-            cluster.drain(leaving)
-            await becomes(lambda: pids(patient) - before and len(pids(patient)) == 2)
+            before = pids(environment)
+            cluster.drain("7")
+            await becomes(lambda: pids(environment) - before and len(pids(environment)) == 2)
             others = {await first.quick() for _ in range(4)}
-            assert not cluster.left(leaving)
+            assert not cluster.left("7")
             first.go()
             ended = await asyncio.gather(*playing)
-            await becomes(lambda: cluster.left(leaving))
-        finally:
-            await patient.aclose()
-        try:
-            second = Playing(hasty, tmp_path / "second")
+            await becomes(lambda: cluster.left("7"))
+
             moved = second.begin(1)
-            [node] = await second.begun(1)
-            cluster.drain(node, seconds=3600)
-            found = await second.begun(2)  # again, elsewhere
+            await second.begun(1)
+            await asyncio.to_thread(cluster.add, "9", resource="leaving")
+            cluster.drain("8", seconds=6)  # too little for a rollout, after the margin
+            found = await second.begun(2)  # it has begun again
             second.go()
             [again] = await asyncio.gather(*moved)
-            await becomes(lambda: cluster.left(node))
+            await becomes(lambda: cluster.left("8"))
+            return nodes, others, ended, found, again
         finally:
-            await hasty.aclose()
-        return leaving, nodes, others, ended, node, found, again
+            await environment.aclose()
 
-    leaving, nodes, others, ended, node, found, again = asyncio.run(run())
+    nodes, others, ended, found, again = asyncio.run(run())
 
-    assert sorted(Counter(nodes).values()) == [2, 2]
-    assert int(leaving) not in others
+    assert Counter(nodes) == {"7": 2, "8": 2}
+    assert others == {8}
     assert Counter(str(int(one.metrics["node"])) for one in ended) == Counter(nodes)
-    assert len(set(found)) == 2
-    assert int(again.metrics["node"]) == next(int(one) for one in found if one != node)
-    for name in (leaving, node):
+    assert sorted(found) == ["8", "9"]
+    assert again.metrics["node"] == 9
+    for name in ("7", "8", "9"):
         cluster.remove(name)
-        cluster.add(name)
-    cluster.remove("3")
 
 
 @NEEDS_RAY

@@ -22,8 +22,8 @@ from primerl.sandbox.tiers.commands.tier import (
     CommandTier,
     answers,
 )
-from primerl.sandbox.tiers.images.engines import ContainerEngine
-from primerl.sandbox.tiers.images.store import Grow, ImageStore
+from primerl.sandbox.tiers.images.cache import Grow, ImageCache
+from primerl.sandbox.tiers.images.engines import ContainerClient
 from primerl.sandbox.tiers.interface import Options
 
 # RLIMIT_NPROC counts a user's processes on the whole host; --pids-limit limits one container.
@@ -48,7 +48,7 @@ class Containers(CommandTier):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._images: ImageStore[PulledImage] = ImageStore(
+        self._images: ImageCache[PulledImage] = ImageCache(
             self._pull,
             self._remove,
             limit_bytes=options.image_bytes,
@@ -94,7 +94,7 @@ class Containers(CommandTier):
                 f"the tier {self.name!r} can't use the path {image} as an image: load it into "
                 f"{self.program} and give its name, or use the tier 'namespaces'"
             )
-        engine = ContainerEngine(self.program)
+        engine = ContainerClient(self.program)
         if await engine.has(image):
             return PulledImage(name=image, ours=False)
         await engine.pull(image)

@@ -41,14 +41,14 @@ def reference(image: str) -> str:
     return image
 
 
-class ContainerEngine:
+class ContainerClient:
     """A container engine; its calls raise ``SandboxError`` with the image and its message."""
 
     def __init__(self, program: str) -> None:
         self.program = program
 
     @classmethod
-    async def of_this_host(cls, image: str) -> "ContainerEngine":
+    async def of_this_host(cls, image: str) -> "ContainerClient":
         """Return the engine that runs here.
 
         Raises:

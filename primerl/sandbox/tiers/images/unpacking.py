@@ -13,7 +13,7 @@ from primerl.sandbox.archives import BadArchive
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.guest.removal import remove
 from primerl.sandbox.tiers.images import formats
-from primerl.sandbox.tiers.images.engines import ContainerEngine, reference
+from primerl.sandbox.tiers.images.engines import ContainerClient, reference
 from primerl.sandbox.tiers.images.formats import UnpackedImage
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ async def _from_engine(
     image: str, target: Path, owner: int, grow: Grow, stop: threading.Event
 ) -> UnpackedImage:
     reference(image)
-    engine = await ContainerEngine.of_this_host(image)
+    engine = await ContainerClient.of_this_host(image)
     ours = not await engine.has(image)
     if ours:
         await engine.pull(image)

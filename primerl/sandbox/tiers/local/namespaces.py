@@ -6,7 +6,7 @@ from typing import Any
 
 from primerl.sandbox.guest.isolation import shared_root
 from primerl.sandbox.results import Isolation, Root
-from primerl.sandbox.tiers.images.store import Grow, ImageStore
+from primerl.sandbox.tiers.images.cache import Grow, ImageCache
 from primerl.sandbox.tiers.interface import Options
 from primerl.sandbox.tiers.local.proxy import Proxy
 from primerl.sandbox.tiers.local.roots import ImageRoot, Roots
@@ -30,7 +30,7 @@ class Namespaces(LocalTier):
         self._proxy = Proxy(options.allow_network) if options.allow_network else None
         self.network = self._proxy is not None
         self._roots: Roots | None = None
-        self._images: ImageStore[ImageRoot] = ImageStore(
+        self._images: ImageCache[ImageRoot] = ImageCache(
             self._unpack,
             lambda image: self._prepared().remove(image.root.name),
             limit_bytes=options.image_bytes,

@@ -1,10 +1,11 @@
 """The Ray actor that holds sandboxes, whose code travels with it: see ``HostActor``."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any
 
 from primerl._common.ray.host_actor import HostActor
@@ -23,7 +24,7 @@ class SandboxActor(HostActor):
 
     def __init__(self) -> None:
         self._sandboxes: dict[int, Any] = {}
-        self._making: dict[int, asyncio.Task[None]] = {}
+        self._making: dict[int, asyncio.Task[Any]] = {}
         self._roots: dict[str, asyncio.Task[Any]] = {}
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._heard = 0.0  # when the driver last asked for ended sandboxes
@@ -53,6 +54,13 @@ class SandboxActor(HostActor):
             await asyncio.sleep(0)  # the event loop may not know yet that the tier ended, too
             self._end_with_tier()
         return result, sandbox.alive
+
+    async def run_connected(self, number: int, served: Any, suite: Any) -> Any:
+        """Execute two jobs in two connected sandboxes; return their results."""
+        self._making[number] = asyncio.create_task(self._run_connected(served, suite))
+        await asyncio.wait([self._making[number]])
+        running = self._making.pop(number)
+        return None if running.cancelled() else await _outcome(running)
 
     async def kill(self, number: int) -> None:
         """Kill a sandbox, even one that is being created."""
@@ -117,6 +125,17 @@ class SandboxActor(HostActor):
         if layers is not None:
             settings = {**settings, **(await self._root(settings["root"], layers)).settings}
         self._sandboxes[number] = await self._tier.make(settings)
+
+    async def _run_connected(self, served: Any, suite: Any) -> Any:
+        @contextlib.asynccontextmanager
+        async def new() -> AsyncIterator[Any]:
+            sandbox = await self._tier.make({"session": True})
+            try:
+                yield sandbox
+            finally:
+                sandbox.kill()
+
+        return await self._tier.run_connected(served, suite, sandboxes=new)
 
     async def _root(self, name: str, layers: Sequence[str]) -> Any:
         if name not in self._roots:

@@ -170,6 +170,26 @@ class RayHost:
         done: Result = self._checked(result)
         return done
 
+    async def run_connected(
+        self, number: int, served: Job, suite: Job
+    ) -> tuple[Result, Result | None]:
+        """Execute two jobs in two connected sandboxes, which count as one.
+
+        Raises:
+            SandboxNotStarted: the sandboxes could not be created or connected.
+            SandboxLost: the host is lost.
+        """
+        self.sandboxes.add(number)
+        limit_s = max(served.timeout_s, suite.timeout_s)
+        timeout_s = limit_s + 4 * self._options.start_timeout_s + ANSWER_S
+        try:
+            answer: tuple[Result, Result | None] = await self.call(
+                "run_connected", number, served, suite, timeout_s=timeout_s
+            )
+            return answer
+        finally:
+            self.kill(number)  # if this is cancelled, the code must not keep running
+
     def kill(self, number: int) -> None:
         """Kill a sandbox, without waiting."""
         if number in self.sandboxes:

@@ -8,8 +8,8 @@ from typing import Any
 
 from primerl._common.ray import cluster, draining
 from primerl.sandbox.errors import SandboxError, SandboxLost, SandboxUnavailable
-from primerl.sandbox.results import Isolation, Root
-from primerl.sandbox.tiers.interface import Tier
+from primerl.sandbox.results import Isolation, Result, Root
+from primerl.sandbox.tiers.interface import Job, Sandboxes, Tier
 from primerl.sandbox.tiers.on_ray.hosts import RayHost, RayHosts, RemoteSandbox
 
 _TRIES = 3  # of a sandbox whose host is lost while it is created
@@ -33,7 +33,7 @@ class RayTier(Tier):
     def __init__(self, tier: Tier, hosts: RayHosts) -> None:
         super().__init__(tier.options)
         self.name = tier.name
-        self.lacks = tier.lacks | {"connections"}
+        self.lacks = tier.lacks
         self.hides = tier.hides
         self._environment = tier.environment
         self._plan = hosts
@@ -97,6 +97,14 @@ class RayTier(Tier):
             except SandboxLost as error:
                 lost = error
         raise lost
+
+    async def run_connected(
+        self, served: Job, suite: Job, *, sandboxes: Sandboxes
+    ) -> tuple[Result, Result | None]:
+        """Execute two jobs in two connected sandboxes of one host."""
+        del sandboxes
+        host = await self._host()
+        return await host.run_connected(next(self._numbers), served, suite)
 
     async def fetch(self, image: str) -> None:
         """Bring an image to the host that the next session with it is likely to use."""

@@ -36,7 +36,7 @@ class HeldImage(Generic[V]):
     used: int = 0  # when it was used last, by the count of all uses
 
 
-class ImageStore(Generic[V]):
+class ImageCache(Generic[V]):
     """Images by name, which are fetched one at a time; those unused for longest are removed.
 
     Args:

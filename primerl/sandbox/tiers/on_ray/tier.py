@@ -116,8 +116,8 @@ class RayTier(Tier):
         raise lost
 
     def stats(self) -> dict[str, Any]:
-        """Return the images of each host, as it reported them in the last seconds."""
-        return {"hosts": [{"host": host.name, **host.stats} for host in self._hosts]}
+        """Return the images of each host, as it reported them in the last 10 s."""
+        return {"hosts": [{"host": one.name, "images": {}, **one.stats} for one in self._hosts]}
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
         """Build a root filesystem on one host; others build theirs for their first session."""

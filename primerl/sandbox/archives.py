@@ -54,7 +54,7 @@ class MemberContent:
         self._left = size
 
     def read(self, most: int = -1) -> bytes:
-        """Return the next bytes, at most ``most`` of them; none at the end.
+        """Return the next bytes, at most ``most`` bytes; none at the end.
 
         Raises:
             BadArchive: the archive is cut off.

@@ -47,7 +47,7 @@ class SandboxPool:
         image: the image of sandboxes in containers (``docker``, ``podman``, ``prime``). It must
             provide Python as ``python3``.
         image_bytes: the most bytes that images of sessions (``session(image=)``) take on a host.
-            Those that no session uses are removed to make room, the one unused for longest first.
+            To make room, the pool removes the image that no session has used for longest.
         image_timeout_s: timeout for pulling and unpacking the image of a session.
         hosts: run the sandboxes on these hosts of a Ray cluster (``docs/ray.md``), where ``python``
             and ``readable`` must exist. By default, they run on this host.

@@ -178,7 +178,7 @@ def test_no_path_leads_out_of_the_root(tmp_path, entries):
         ({"a/../../x": b""}, "has '..'"),
         ({"hard": "= /etc/hostname"}, "can't be unpacked"),
         ({"hard": "= ../../etc/hostname"}, "has '..'"),
-        ({"folder/": None, "hard": "= folder"}, "leads to what is no file"),
+        ({"folder/": None, "hard": "= folder"}, "does not lead to a file"),
         ({"a": "-> b", "b": "-> a", "a/x": b""}, "too many links"),
         ({"a/" * 300 + "x": b""}, "more than 256 deep"),
         ({"x" * 300: b""}, "can't be unpacked"),

@@ -34,7 +34,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @attrs.frozen(kw_only=True)
 class UnpackedImage:
-    """What an image sets besides its files: the environment variables of its commands."""
+    """The environment variables that an unpacked image sets for its commands."""
 
     environment: Mapping[str, str]
 

@@ -124,7 +124,7 @@ class LayeredRoot:
             where, _ = self._enter(tuple(parts[:-1]))
             status = os.stat(parts[-1], dir_fd=where, follow_symlinks=False)
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
-                raise BadArchive(f"the link {member.name!r:.200} leads to what is no file")
+                raise BadArchive(f"the link {member.name!r:.200} does not lead to a file")
             if is_folder(name, here) or not _is_same(name, here, status):
                 remove(name, here)
                 os.link(parts[-1], name, src_dir_fd=where, dst_dir_fd=here, follow_symlinks=False)

@@ -83,6 +83,8 @@ class Args:
     ray: str | None = None
     #: number of these actors, which are spread over the cluster
     ray_actors: int = attrs.field(default=2, validator=number(at_least=1))
+    #: number of actors up to which more are started while rollouts wait for one
+    ray_most_actors: int = attrs.field(default=0, validator=number(at_least=0))
     #: maximum tokens per rollout
     context: int = attrs.field(default=4096, validator=number(at_least=1))
     #: maximum tokens per reply
@@ -349,7 +351,7 @@ def build_environment(args: Args, tokenizer: Any) -> tuple[Any, Any, Any]:
     if args.ray is not None:
         environment = rollout.on_ray(
             environment,
-            actors=args.ray_actors,
+            actors=(args.ray_actors, max(args.ray_actors, args.ray_most_actors)),
             address=None if args.ray == "local" else args.ray,
         )
     return environment, train_tasks, eval_tasks

@@ -46,6 +46,9 @@ class SandboxPool:
             of the pool; none by default.
         image: the image of sandboxes in containers (``docker``, ``podman``, ``prime``). It must
             provide Python as ``python3``.
+        image_bytes: the most bytes that images of sessions (``session(image=)``) take on a host.
+            To make room, the pool removes the image that no session has used for longest.
+        image_timeout_s: timeout for pulling and unpacking the image of a session.
         hosts: run the sandboxes on these hosts of a Ray cluster (``docs/ray.md``), where ``python``
             and ``readable`` must exist. By default, they run on this host.
 
@@ -70,6 +73,8 @@ class SandboxPool:
         python: str | None = None,
         allow_network: Sequence[str] = (),
         image: str | None = None,
+        image_bytes: int = 64 << 30,
+        image_timeout_s: float = 1800.0,
         hosts: RayHosts | None = None,
     ) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -80,6 +85,8 @@ class SandboxPool:
             raise ValueError(
                 "concurrency and starting must be positive, and warm must not be negative"
             )
+        if image_bytes < 1 or not image_timeout_s > 0:
+            raise ValueError("image_bytes and image_timeout_s must be positive")
         name = tiers.allowed(tier, min_isolation)
         options = Options(
             limits=self.limits,
@@ -89,6 +96,8 @@ class SandboxPool:
             lease_s=lease_s,
             start_timeout_s=start_timeout_s,
             image=image,
+            image_bytes=image_bytes,
+            image_timeout_s=image_timeout_s,
         )
         if hosts is None:
             self._tier: Tier = tiers.on_this_host(name, options)
@@ -134,6 +143,15 @@ class SandboxPool:
         """Whether the pool was entered and its helper processes are still running."""
         return self._running and self._tier.alive
 
+    def stats(self) -> dict[str, Any]:
+        """Return what the pool holds: sandboxes, and the images of sessions with their bytes.
+
+        ``images`` has the ``bytes`` of each image and the number of ``sessions`` that use it. With
+        ``hosts``, ``hosts`` has the images of each host.
+        """
+        sandboxes = {"sandboxes": len(self._alive), "ready": len(self._ready)}
+        return sandboxes | self._tier.stats()
+
     async def run(
         self,
         code: str | Sequence[str],
@@ -177,6 +195,7 @@ class SandboxPool:
         self,
         *,
         root: Root | None = None,
+        image: str | None = None,
         snapshot: SandboxSnapshot | None = None,
         lifetime_s: float = 3600.0,
     ) -> AsyncIterator[SandboxSession]:
@@ -185,19 +204,34 @@ class SandboxPool:
         The sandbox ends when the ``async with`` block is left, or after ``lifetime_s``. ``root``
         is a root filesystem from ``prepare_root``; no other session sees this session's changes.
         ``snapshot`` comes from another session's ``snapshot()``: this session starts with that
-        snapshot's root and files.
+        snapshot's root or image, and files.
+
+        ``image`` is a container image whose files are the root: a reference such as
+        ``registry/name:tag``, which docker or podman pulls, or the absolute path of an archive
+        (``docker save``, ``docker export``, an OCI layout) or of a folder. A host fetches an image
+        once and keeps it for later sessions, within ``image_bytes``. The image's variables are set
+        in each command.
 
         Raises:
-            SandboxError: no sandbox could be created.
+            SandboxError: no sandbox could be created, or the image can't be had. The message names
+                the image.
+            ValueError: both ``root`` and ``image`` are given.
         """
+        if root is not None and image is not None:
+            raise ValueError("a session has a root or an image, not both")
         if snapshot is not None:
-            root = snapshot.root
+            root, image = snapshot.root, snapshot.image
         settings: dict[str, Any] = {"session": True, "lifetime_s": lifetime_s}
         if root is not None:
             settings |= root.settings
+        if image is not None:
+            self._check_running()
+            self.check_able("images", "images of sessions")
+            settings["image"] = image
+            await self._tier.fetch(image)  # before a start is permitted: it may take minutes
         sandbox = await self._make(settings)
         try:
-            session = SandboxSession(self, sandbox, root=root)
+            session = SandboxSession(self, sandbox, root=root, image=image)
             if snapshot is not None:
                 await session.restore(snapshot)
             yield session
@@ -252,6 +286,14 @@ class SandboxPool:
             output_bytes=output_bytes or self.limits.output_bytes,
         )
 
+    async def run_connected(self, served: Job, suite: Job) -> tuple[Result, Result | None]:
+        """Execute two jobs in two new sandboxes whose standard inputs are connected.
+
+        Returns the results of ``suite`` and of ``served``, which is None if ``served`` had to be
+        ended after ``suite``. The caller holds a ``turn``.
+        """
+        return await self._tier.run_connected(served, suite, sandboxes=self._new)
+
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Hold one of the pool's ``concurrency`` permits, granted in order of arrival.
@@ -281,6 +323,14 @@ class SandboxPool:
             sandbox = await self._tier.make(settings or {})
         self._alive.add(sandbox)
         return sandbox
+
+    @contextlib.asynccontextmanager
+    async def _new(self) -> AsyncIterator[Sandbox]:
+        sandbox = await self._make({"session": True})
+        try:
+            yield sandbox
+        finally:
+            self._end(sandbox)
 
     async def _run_once(self, job: Job) -> Result:
         sandbox = await self._take()

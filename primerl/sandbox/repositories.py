@@ -14,20 +14,17 @@ under test can't suppress exceptions of the test, and ``import *`` doesn't repla
 test already has.
 """
 
-import asyncio
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from primerl.sandbox import untrusted
-from primerl.sandbox.errors import SandboxNotStarted
+from primerl.sandbox.errors import SandboxLost, SandboxNotStarted
 from primerl.sandbox.pool import SandboxPool
 from primerl.sandbox.results import Result
 from primerl.sandbox.tiers.interface import Job, attempted
 
-_ENDING_S = 1.0
 _LONGEST_OUTPUT = 4000  # of the code under test in the log
 OUTCOMES = ("passed", "failed", "skipped")
 
@@ -99,6 +96,7 @@ async def grade_repository(
     Raises:
         ValueError: there are no tests or no modules.
         SandboxError: no sandbox could be created.
+        SandboxLost: the hosts of all attempts were lost.
     """
     if not tests or not modules:
         raise ValueError("grade_repository needs at least one test file and one module under test")
@@ -113,34 +111,10 @@ async def grade_repository(
     suite = _job(pool, "tests", imports | named, tests, limits)
     # Both run under one permit: with one each, the second might never get its own.
     async with pool.turn():
-        done, served = await attempted(lambda: _run_both(pool, code, suite))
+        done, served = await attempted(
+            lambda: pool.run_connected(code, suite), errors=(SandboxNotStarted, SandboxLost)
+        )
     return await _report(done, served, expected)
-
-
-async def _run_both(pool: SandboxPool, code: Job, suite: Job) -> tuple[Result, Result | None]:
-    """Run the code under test and the tests in two connected sandboxes.
-
-    Returns the results of the tests and of the code, which is None if the code had to be ended.
-    """
-    try:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:
-        raise SandboxNotStarted(f"two sandboxes could not be connected: {error}") from error
-    with ours, theirs:
-        async with pool.session() as tested, pool.session() as testing:
-            # Detached, so that each end is open in one sandbox only: if that sandbox ends, the
-            # other one sees the connection close.
-            code = attrs.evolve(code, connection=ours.detach())
-            suite = attrs.evolve(suite, connection=theirs.detach())
-            answering = asyncio.ensure_future(tested.execute_at_once(code))
-            try:
-                done = await testing.execute_at_once(suite)
-            finally:
-                # It ends when the tests do, unless the code under test delays it.
-                await asyncio.wait([answering], timeout=_ENDING_S)
-                answering.cancel()
-                await asyncio.gather(answering, return_exceptions=True)
-            return done, None if answering.cancelled() else answering.result()
 
 
 def _job(

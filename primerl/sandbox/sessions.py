@@ -25,6 +25,7 @@ class SandboxSnapshot:
     """
 
     root: Root | None
+    image: str | None = None
     archive: bytes = attrs.field(repr=False)
 
 
@@ -36,10 +37,18 @@ class SandboxSession:
     it gets SIGPIPE. Files survive both.
     """
 
-    def __init__(self, pool: "SandboxPool", sandbox: Sandbox, *, root: Root | None) -> None:
+    def __init__(
+        self,
+        pool: "SandboxPool",
+        sandbox: Sandbox,
+        *,
+        root: Root | None,
+        image: str | None = None,
+    ) -> None:
         self._pool = pool
         self._sandbox = sandbox
         self._root = root
+        self._image = image
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -123,7 +132,8 @@ class SandboxSession:
         done = await self._do("pack", {"paths": names}, output_bytes=most, timeout_s=timeout_s)
         if "output" in done.limits_hit:
             raise OSError(f"the snapshot has more than {most} bytes, holes in files included")
-        return SandboxSnapshot(root=self._root, archive=self._checked(done, ", ".join(names)))
+        archive = self._checked(done, ", ".join(names))
+        return SandboxSnapshot(root=self._root, image=self._image, archive=archive)
 
     async def restore(self, snapshot: SandboxSnapshot, *, timeout_s: float = 60.0) -> None:
         """Unpack a snapshot over the session's files.

@@ -6,6 +6,7 @@ instance: ``await agents.agent.run(task, runtime=runtime)`` in an environment's 
 
 import asyncio
 import contextlib
+import posixpath
 import weakref
 from typing import Any
 
@@ -19,6 +20,7 @@ from primerl.sandbox.sessions import SandboxSession
 vf: Any = require("verifiers.v1", extra="verifiers")
 _configs: Any = require("pydantic_config", extra="verifiers")
 _runtimes: Any = require("verifiers.v1.runtimes.base", extra="verifiers")
+_docker: Any = require("verifiers.v1.runtimes.docker", extra="verifiers")
 _subprocess: Any = require("verifiers.v1.runtimes.subprocess", extra="verifiers")
 
 
@@ -30,23 +32,48 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
     """
 
     def __init__(
-        self, pool: SandboxPool, *, root: Root | None, timeout_s: float, lifetime_s: float
+        self,
+        pool: SandboxPool,
+        *,
+        root: Root | None,
+        image: str | None,
+        workdir: str,
+        timeout_s: float,
+        lifetime_s: float,
     ) -> None:
         super().__init__()
         self.pool = pool
         self._root = root
+        self._image = image
+        self._workdir = workdir
         self._timeout_s = timeout_s
         self._lifetime_s = lifetime_s
-        # Traces can only record one of verifiers' own configurations; this is the closest.
-        self.config = _subprocess.SubprocessConfig()
-        self.info = _subprocess.SubprocessRuntimeInfo(id=self.name)
+        # Traces can only record one of verifiers' own configurations; these are the closest, and
+        # verifiers refuses a task with an image in a subprocess.
+        if image is None:
+            self.config: Any = _subprocess.SubprocessConfig()
+            self.info: Any = _subprocess.SubprocessRuntimeInfo(id=self.name)
+        else:
+            self.config = vf.DockerConfig(image=image, workdir=workdir)
+            self.info = _docker.DockerRuntimeInfo(id=self.name, image=image, workdir=workdir)
         self._stack = contextlib.AsyncExitStack()
         self._session: SandboxSession | None = None
 
     async def start(self) -> None:
         """Open a session of the pool (``Runtime.start``)."""
-        context = self.pool.session(root=self._root, lifetime_s=self._lifetime_s)
+        context = self.pool.session(root=self._root, image=self._image, lifetime_s=self._lifetime_s)
         self._session = await self._stack.enter_async_context(context)
+
+    def fresh(self, *, timeout_s: float) -> "SandboxRuntime":
+        """Return a runtime for another sandbox of the same kind, not yet started."""
+        return SandboxRuntime(
+            self.pool,
+            root=self._root,
+            image=self._image,
+            workdir=self._workdir,
+            timeout_s=timeout_s,
+            lifetime_s=self._lifetime_s,
+        )
 
     async def teardown(self) -> None:
         """Close the session, which ends its sandbox (``Runtime.teardown``)."""
@@ -58,7 +85,10 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
         environment = self.process_env(env)
         try:
             done = await self._running().run(
-                argv, environment=environment, timeout_s=self._timeout_s
+                argv,
+                environment=environment,
+                folder=self._workdir,
+                timeout_s=self._timeout_s,
             )
         except SandboxNotStarted:
             raise
@@ -87,6 +117,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
             raise vf.SandboxError(f"{argv[0]} could not be started: {result.stderr}")
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
+        path = posixpath.join(self._workdir, path)
         try:
             if max_bytes is None:
                 return await self._running().read(path)
@@ -105,7 +136,7 @@ class SandboxRuntime(_runtimes.Runtime):  # type: ignore[misc]  # a class known 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file in the sandbox (``Runtime.write``)."""
         try:
-            await self._running().write(path, data)
+            await self._running().write(posixpath.join(self._workdir, path), data)
         except SandboxNotStarted:
             raise
         except (OSError, SandboxError) as error:
@@ -121,17 +152,30 @@ def verifiers_runtime(
     pool: SandboxPool,
     *,
     root: Root | None = None,
+    image: str | None = None,
+    workdir: str = ".",
     timeout_s: float = 600.0,
     lifetime_s: float = 3600.0,
 ) -> SandboxRuntime:
     """Return a verifiers ``Runtime`` that runs commands in one sandbox, created by ``start()``.
 
-    The runtime's ``pool`` attribute is the given pool, from which a grader can take new sandboxes.
+    ``root`` or ``image`` is that of the session, as for ``SandboxPool.session``; commands run in
+    ``workdir``, to which relative paths refer. The runtime's ``pool`` attribute is the given pool,
+    from which a grader can take new sandboxes; ``fresh()`` returns a runtime with another one, of
+    the same root or image.
+
     ``timeout_s`` limits each command; the rollout's own deadline may cancel it earlier. Scoring
     uses the sandbox, too, so ``lifetime_s`` should exceed the rollout's deadline by the time that
     scoring takes.
     """
-    return SandboxRuntime(pool, root=root, timeout_s=timeout_s, lifetime_s=lifetime_s)
+    return SandboxRuntime(
+        pool,
+        root=root,
+        image=image,
+        workdir=workdir,
+        timeout_s=timeout_s,
+        lifetime_s=lifetime_s,
+    )
 
 
 class SandboxConfig(_configs.BaseConfig):  # type: ignore[misc]  # a class known at run time only
@@ -139,11 +183,15 @@ class SandboxConfig(_configs.BaseConfig):  # type: ignore[misc]  # a class known
 
     ``concurrency`` is how many calls execute at once (None: twice the number of CPUs).
     ``command_timeout_s`` limits each command, and ``lifetime_s`` a whole rollout including its
-    scoring. ``readable`` lists additional absolute paths that sandboxes may read.
+    scoring. ``readable`` lists additional absolute paths that sandboxes may read. ``disk_bytes``
+    limits the files that a sandbox writes, and ``image_bytes`` the images of tasks on each host.
     """
 
     concurrency: int | None = None
     memory_bytes: int = 512 << 20
+    disk_bytes: int = 128 << 20
+    image_bytes: int = 64 << 30
+    image_timeout_s: float = 1800.0
     command_timeout_s: float = 30.0
     lifetime_s: float = 3600.0
     readable: tuple[str, ...] = ()
@@ -163,7 +211,8 @@ class SandboxEnvConfig(vf.EnvConfig):  # type: ignore[misc]
 class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
     """A verifiers environment that plays each task in a new sandbox.
 
-    The sandbox lasts until the rollout has been scored. There is one pool per event loop: the first
+    A task with an ``image`` has the files of that image, and begins in its ``workdir``. The
+    sandbox lasts until the rollout has been scored. There is one pool per event loop: the first
     rollout opens it, and a later one reopens it if it was killed. If this machine can't create
     sandboxes, rollouts fail with ``SandboxUnavailable``, which lists the reasons.
     """
@@ -177,7 +226,11 @@ class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
         """Run the agent on the task, and score the rollout, in a new sandbox."""
         sandbox = self.config.sandbox
         runtime = verifiers_runtime(
-            await self._pool(), timeout_s=sandbox.command_timeout_s, lifetime_s=sandbox.lifetime_s
+            await self._pool(),
+            image=task.data.image,
+            workdir=(task.data.image and task.data.workdir) or ".",
+            timeout_s=sandbox.command_timeout_s,
+            lifetime_s=sandbox.lifetime_s,
         )
         runtime.env = dict(task.runtime_env())
         await runtime.start()
@@ -207,7 +260,9 @@ class SandboxEnv(vf.Env[SandboxEnvConfig]):  # type: ignore[misc]
     async def _open(self) -> SandboxPool:
         sandbox = self.config.sandbox
         pool = SandboxPool(
-            limits=SandboxLimits(memory_bytes=sandbox.memory_bytes),
+            limits=SandboxLimits(memory_bytes=sandbox.memory_bytes, disk_bytes=sandbox.disk_bytes),
+            image_bytes=sandbox.image_bytes,
+            image_timeout_s=sandbox.image_timeout_s,
             concurrency=sandbox.concurrency,
             readable=sandbox.readable,
         )

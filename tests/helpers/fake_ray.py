@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 
@@ -65,6 +66,18 @@ class FakeRay:
         """Kill the raylet of a node with SIGKILL."""
         self._ask("kill", name)
 
+    def drain(self, name, *, seconds=None):
+        """Ask a node to leave when its work has ended, or after some seconds."""
+        self._ask("drain", name, seconds)
+
+    def name_of(self, node_id):
+        """Return the name of the node with Ray's id."""
+        return self._ask("name_of", node_id)
+
+    def left(self, name):
+        """Return whether the raylet of a node has ended."""
+        return self._ask("left", name)
+
     def remove(self, name):
         """Remove a node, or what a killed raylet has left of it."""
         self._ask("remove", name)
@@ -84,7 +97,9 @@ class FakeRay:
 
 
 def serve():
+    import ray
     from ray.cluster_utils import Cluster
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
     head = {
         "num_cpus": 0,
@@ -108,10 +123,24 @@ def serve():
         raylet.kill()
         raylet.wait()  # as long as it is a zombie, the node's workers don't see that it is dead
 
+    def drain(name, seconds):
+        client = ray._raylet.GcsClient(address=cluster.address)
+        deadline = 0 if seconds is None else int((time.time() + seconds) * 1000)
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        accepted, why = client.drain_node(nodes[name].node_id, reason, "a test", deadline)
+        assert accepted, why
+
+    def name_of(node_id):
+        return next(name for name, node in nodes.items() if node.node_id == node_id)
+
+    def left(name):
+        return nodes[name].all_processes["raylet"][0].process.poll() is not None
+
     def remove(name):
         cluster.remove_node(nodes.pop(name), allow_graceful=False)
 
     commands = {"address": lambda: cluster.address, "add": add, "kill": kill, "remove": remove}
+    commands |= {"drain": drain, "left": left, "name_of": name_of}
     try:
         for line in sys.stdin:
             name, *arguments = json.loads(line)

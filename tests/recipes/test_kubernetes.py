@@ -1,5 +1,6 @@
 """recipes/kubernetes/glm_swe.yaml: against the schema of Kubernetes, and against the recipe."""
 
+import inspect
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from cluster_commands import (
 )
 from glm_swe_trainer import load
 
-from primerl import planning, testing
+from primerl import planning, rollout, testing
 
 OLDEST = "1.33"  # the first with hostUsers and procMount, unless they were turned on
 RECORD = '#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n'  # stands for torchrun and python
@@ -118,6 +119,35 @@ def test_the_pods_of_the_ray_cluster_fit_the_schema_and_have_room_for_actors(roo
         kubernetes_validate.validate({**pod, **group["template"]}, OLDEST, strict=True)
     assert json.loads(json.loads(workers["rayStartParams"]["resources"]))["environments"] >= 1
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    assert spec["enableInTreeAutoscaling"]
+
+
+def test_a_pod_of_the_ray_cluster_has_time_to_drain(root, tmp_path):
+    text = (root / "recipes/kubernetes/ray_environments.yaml").read_text()
+    cluster, _ = yaml.safe_load_all(text)
+    pod = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+    (container,) = pod["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    (tmp_path / "ray").write_text(RECORD)
+    (tmp_path / "ray").chmod(stat.S_IRWXU)
+    # A grep that finds a raylet once.
+    (tmp_path / "grep").write_text(f"#!/bin/sh\nrmdir {tmp_path}/raylet\n")
+    (tmp_path / "grep").chmod(stat.S_IRWXU)
+    (tmp_path / "raylet").mkdir()
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WORDS": str(tmp_path / "words"),
+        "RAY_ADDRESS": "head:6379",
+    }
+
+    subprocess.run(command, env=environment, check=False, timeout=60, capture_output=True)
+
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:2] == ["drain-node", "--address=head:6379"]
+    assert not (tmp_path / "raylet").exists()
+    left_s = int(words[words.index("--deadline-remaining-seconds") + 1])
+    drain_s = inspect.signature(rollout.on_ray).parameters["drain_timeout_s"].default
+    assert drain_s < left_s < pod["terminationGracePeriodSeconds"]
 
 
 def test_it_fits_the_schema_with_the_settings_of_another_cluster(root):

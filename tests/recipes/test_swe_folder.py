@@ -5,6 +5,7 @@ import contextlib
 import io
 import itertools
 import json
+import re
 import tarfile
 import types
 from pathlib import Path, PurePosixPath
@@ -22,14 +23,14 @@ pytest.importorskip("swe_folder", reason="pip install --no-deps -e recipes/envir
 needed()
 
 from bugfix.expert import Expert
-from swe_folder import agent, archives, repositories, tasks
+from swe_folder import repositories, tasks
 from swe_folder.grading import verdict
 from swe_folder.issues import read
 from swe_folder.layouts import by_names, layout
 from swe_folder.patches import without_steering
 
 from primerl import rollout
-from primerl.sandbox import Executable, SymbolicLink
+from primerl.sandbox import Executable, SandboxError, SymbolicLink, archives
 from primerl.types import SamplingParams
 
 PACKAGES = str(Path(pytest.__file__).parents[1])
@@ -202,17 +203,57 @@ def test_rows_of_swe_bench(tmp_path):
     assert (issue.workdir, issue.folder) == ("/testbed", None)
 
 
-def test_images_are_refused_without_an_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent.shutil, "which", lambda name: None)
+@pytest.fixture
+def bench(tmp_path):
+    """A row of SWE-bench, whose image is an archive with the repository, beside the file."""
+    bank = tmp_path / "image" / "testbed"
+    (bank / "tests").mkdir(parents=True)
+    git(bank, "init", "-q")
+    (bank / "bank.py").write_text(BANK)
+    (bank / "tests/test_bank.py").write_text(SHOWN)
+    git(bank, "add", "-A")
+    git(bank, "commit", "-qm", "base")
+    commit = git(bank, "rev-parse", "HEAD").strip()
+    (bank / "tests/test_bank.py").write_text(SHOWN + HIDDEN)
+    test_patch = git(bank, "diff")
+    git(bank, "checkout", "-q", ".")
+    with tarfile.open(tmp_path / "bank.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "image", arcname=".")
+    row = BENCH | {
+        "base_commit": commit,
+        "test_patch": test_patch,
+        "image": "./bank.tar.gz",
+        "FAIL_TO_PASS": TESTS,
+        "PASS_TO_PASS": [],
+        "test_command": [
+            *("env", f"PYTHONPATH=.:{PACKAGES}", "python3", "-m", "pytest", "-rA"),
+            *("-p", "no:cacheprovider", "tests/test_bank.py"),
+        ],
+    }
     file = tmp_path / "bench.jsonl"
-    file.write_text(json.dumps(BENCH) + "\n")
-    [played] = play(file, [Expert([])])
-    assert isinstance(played, RuntimeError)
-    assert "needs the image swebench/" in str(played)
-    assert "neither docker nor podman" in str(played)
-    monkeypatch.setattr(agent.shutil, "which", lambda name: name == "podman" or None)
-    data = types.SimpleNamespace(id="x", image="an/image", workdir="/testbed")
-    assert agent.container(data).type == "podman"
+    file.write_text(json.dumps(row) + "\n")
+    return file
+
+
+def test_issues_are_resolved_in_sandboxes_with_their_image(bench):
+    expert, cheat = (Expert([*calls]) for calls in ([FIX], [write("tests/test_bank.py", "")]))
+    solved, failed = play(bench, [expert, cheat])
+
+    assert (solved.reward, failed.reward) == (1.0, 0.0)
+
+
+def test_an_image_that_cannot_be_had_is_an_error_that_names_it(bench, monkeypatch):
+    (bench.parent / "bank.tar.gz").write_bytes(b"no archive")
+    [played] = play(bench, [Expert([])])
+
+    assert isinstance(played, SandboxError)
+    assert re.search(r"the image /.*bank.tar.gz can't be unpacked: .*no valid header", str(played))
+
+    monkeypatch.setenv("PATH", str(bench.parent))
+    bench.write_text(json.dumps(BENCH) + "\n")
+    [played] = play(bench, [Expert([])])
+    assert isinstance(played, SandboxError)
+    assert "sweb.eval.x86_64.psf_1776_requests-1:latest can't be pulled" in str(played)
 
 
 @pytest.mark.parametrize(

@@ -467,7 +467,7 @@ def test_containers_get_the_agents_code_and_their_own_tests(tmp_path, monkeypatc
         )
 
     fresh.run = moved
-    monkeypatch.setattr(tasks, "fresh", lambda runtime: Opened())
+    monkeypatch.setattr(tasks, "fresh", lambda runtime, timeout_s: Opened())
     row = {
         "instance_id": "a__b-1",
         "repo": "a/b",

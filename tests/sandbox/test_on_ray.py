@@ -37,6 +37,7 @@ needed()
 NEEDS_RAY = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="ray is not installed"
 )
+PACKAGES = str(Path(pytest.__file__).parents[1])
 HOST = socket.gethostname()
 FOLDER = """
 import re
@@ -75,6 +76,23 @@ async def opened(cluster, *, actors=2, hosts=None, **arguments):
 async def all_started(pool, actors):
     async with asyncio.timeout(60):
         while len([host for host in pool._tier._hosts if not host.lost]) < actors:
+            await asyncio.sleep(0.05)
+
+
+def elsewhere(node):
+    """The process ids of actors on other nodes."""
+    return [pid for name, pids in actors_by_node().items() if name != node for pid in pids]
+
+
+async def until_stats(pool, sessions):
+    """Wait until the hosts have reported that so many sessions use an image."""
+
+    def count():
+        images = [image for host in pool.stats()["hosts"] for image in host["images"].values()]
+        return sum(one["sessions"] for one in images)
+
+    async with asyncio.timeout(60):
+        while count() < sessions:
             await asyncio.sleep(0.05)
 
 
@@ -200,7 +218,7 @@ def test_sandboxes_that_end_by_themselves_are_reported_once():
             await holder.make(
                 number, {"session": True, "lifetime_s": 1.0 if number == 1 else 60}, None
             )
-        return await holder.ended(60.0), await holder.ended(0.2)
+        return (await holder.ended(60.0))[0], (await holder.ended(0.2))[0]
 
     assert own_actor(test) == ([1], [])
 
@@ -265,7 +283,7 @@ def test_sessions_keep_files_and_state_also_on_a_root(cluster, tmp_path):
     (tmp_path / "given").write_text("from the root")
 
     async def run():
-        async with opened(cluster, warm=0) as pool:
+        async with opened(cluster, warm=0, readable=[PACKAGES]) as pool:
             async with pool.session() as session:
                 await session.write("f", b"x" * 3_000_000)
                 await session.run("open('f', 'ab').write(b'y')")
@@ -285,16 +303,40 @@ def test_sessions_keep_files_and_state_also_on_a_root(cluster, tmp_path):
                 ]
                 given = [await one.read("/given") for one in sessions]
                 hosts = {id(one._sandbox._host) for one in sessions}
-            with pytest.raises(SandboxError, match="don't support connections between them"):
-                await grade_repository(pool, {}, {"test_a.py": b""}, modules=["a"])
-        return state, size, late, restored, given, hosts
+            (tmp_path / "given").write_text("from the image")
+            async with contextlib.AsyncExitStack() as stack:
+                sessions = [
+                    await stack.enter_async_context(pool.session(image=str(tmp_path)))
+                    for _ in range(10)
+                ]
+                given += [await one.read("/given") for one in sessions]
+                await until_stats(pool, 10)
+                images = [one["images_fetched"] for one in pool.stats()["hosts"]]
+            with pytest.raises(SandboxError, match=f"on the host {HOST}: the image /no/image"):
+                async with pool.session(image="/no/image"):
+                    pass
+            suite = {"test_a.py": b"import a\ndef test_two(): assert a.double(2) == 4\n"}
+            passed = [
+                (
+                    await grade_repository(
+                        pool, {"a.py": code}, suite, modules=["a"], packages=[PACKAGES]
+                    )
+                ).passed
+                for code in (b"double = lambda n: 2 * n", b"double = lambda n: n", b"1 / 0")
+            ]
+            assert passed == [True, False, False]
+            async with asyncio.timeout(60):
+                while any(host.sandboxes for host in pool._tier._hosts):
+                    await asyncio.sleep(0.05)
+        return state, size, late, restored, given, hosts, images
 
-    state, size, late, restored, given, hosts = asyncio.run(run())
+    state, size, late, restored, given, hosts, images = asyncio.run(run())
 
     assert (state, size, restored) == (b"3\n", 3_000_001, 3_000_001)
     assert late.limits_hit == ("timeout",)
-    assert given == [b"from the root"] * 4
+    assert given == [b"from the root"] * 4 + [b"from the image"] * 10
     assert len(hosts) == 2
+    assert images == [1, 1]  # both have it, once
 
 
 @NEEDS_RAY
@@ -438,3 +480,43 @@ def test_runs_of_actors_and_nodes_that_die_are_done_on_others(cluster):
     assert victim not in [pid for pids in nodes.values() for pid in pids]
     until(lambda: not actors_by_node())
     cluster.remove("3")
+
+
+@NEEDS_RAY
+@pytest.mark.thorough
+def test_sessions_of_a_node_that_drains_go_on_and_others_begin_elsewhere(cluster):
+    cluster.add("4")
+
+    async def run():
+        hosts = {"resources": {"environments": 1.0}}
+        async with (
+            opened(cluster, warm=2, hosts=hosts) as pool,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            session = await stack.enter_async_context(pool.session())
+            old = session._sandbox._host
+            nodes = actors_by_node()
+            await session.write("kept", b"until the end")
+            node = cluster.name_of(old.node)
+            cluster.drain(node)
+            async with asyncio.timeout(60):
+                while not old.draining or len(elsewhere(node)) < 2:
+                    await asyncio.sleep(0.05)
+            others = [await stack.enter_async_context(pool.session()) for _ in range(3)]
+            runs = await asyncio.gather(*(pool.run(f"print({n})") for n in range(6)))
+            kept = await session.read("kept")
+            assert old not in {one._sandbox._host for one in others}
+            assert old.sandboxes == {session._sandbox._number}
+            await stack.aclose()
+            async with asyncio.timeout(60):
+                while not cluster.left(node):
+                    await asyncio.sleep(0.05)
+            return node, nodes, kept, [int(one.stdout) for one in runs]
+
+    node, nodes, kept, runs = asyncio.run(run())
+
+    assert node in nodes
+    assert (kept, runs) == (b"until the end", list(range(6)))
+    cluster.remove(node)
+    if node != "4":
+        cluster.remove("4")

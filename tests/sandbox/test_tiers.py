@@ -2,6 +2,7 @@
 """The same attacks in the tiers other than the default, and what else each of them promises."""
 
 import asyncio
+import json
 import os
 import shlex
 import subprocess
@@ -213,6 +214,8 @@ CONTAINER_ENGINE = """import json, os, signal, sys
 with open({log!r}, "a") as file: file.write(json.dumps(sys.argv[1:]) + "\\n")
 command = sys.argv[1:]
 if command[0] == "info": sys.exit({info})
+if command[0] == "image": sys.exit(print(1000) if "--format" in command else 1)
+if command[0] in ("pull", "rmi"): sys.exit(0)
 if command[0] == "run" and {short} and open({log!r}).read().count('["run"') > 1:
     os.write(1, b"\x06")
     sys.exit(254)
@@ -294,6 +297,30 @@ def test_container_is_confined_by_its_options(docker):
     ):
         assert options in call
     assert '"--user", "0' not in call
+
+
+def test_containers_of_a_session_have_its_image(docker):
+    log = docker()
+
+    async def work(pool):
+        async with pool.session(image="other:1") as session:
+            done = await session.run("print(1)", timeout_s=60)
+            stats = pool.stats()
+        with pytest.raises(SandboxError, match="can't use the path /image.tar as an image"):
+            async with pool.session(image="/image.tar"):
+                pass
+        return done, stats
+
+    done, stats = asyncio.run(used("docker", work, image="an-image"))
+    assert done.stdout == b"1\n"
+    assert stats["images"] == {"other:1": {"bytes": 1000, "sessions": 1}}
+    calls = [json.loads(row) for row in log.read_text().splitlines()]
+    assert ["pull", "other:1"] in calls
+    assert [call[call.index("python3") - 1] for call in calls if call[0] == "run"] == [
+        "an-image",  # the test of the tier
+        "other:1",
+    ]
+    assert calls[-1] == ["rmi", "other:1"]
 
 
 def test_container_that_can_not_start_its_job(docker):

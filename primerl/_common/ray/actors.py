@@ -26,8 +26,8 @@ class ActorLost(RuntimeError):
 
 async def start(
     kind: type[HostActor], *, resources: Mapping[str, float], timeout_s: float
-) -> tuple[Any, str]:
-    """Start an actor on some host; return its handle and the name of the host.
+) -> tuple[Any, str, str]:
+    """Start an actor on some host; return its handle, the host's name and its node's id.
 
     Args:
         kind: the class of the actor, whose module is pickled.
@@ -43,7 +43,7 @@ async def start(
     try:
         with errors():
             async with asyncio.timeout(timeout_s):
-                host, theirs = await handle.open.remote(search_path())
+                host, node, theirs = await handle.open.remote(search_path())
         if different := differences(theirs, versions()):
             raise RuntimeError(
                 f"the host {host} has {different}; install the same versions on every host"
@@ -58,7 +58,7 @@ async def start(
     except BaseException:
         end(handle)
         raise
-    return handle, host
+    return handle, host, node
 
 
 def end(handle: Any) -> None:

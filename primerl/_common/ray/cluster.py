@@ -3,12 +3,14 @@
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 import secrets
 import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -102,6 +104,19 @@ def offered() -> str:
         text = ", ".join(f"{key}: {value:g}" for key, value in sorted(named.items()))
         kinds[text] = kinds.get(text, 0) + 1
     return "; ".join(f"{count} with {text or 'nothing'}" for text, count in kinds.items())
+
+
+def draining() -> dict[str, float]:
+    """Return the ids of nodes that are to leave, each with the seconds that it still has.
+
+    They are ``inf`` without a deadline. Ray's autoscaler, ``ray drain-node`` and clouds that
+    preempt a node say so. This blocks for milliseconds.
+    """
+    # Ray has no public call for this; its autoscaler, Serve and Train use the same one.
+    state = require("ray._private.state", extra="ray").state
+    deadlines = state.get_draining_nodes()
+    now = time.time()
+    return {node: at / 1000 - now if at else math.inf for node, at in deadlines.items()}
 
 
 def _is_asked_for(resource: str) -> bool:

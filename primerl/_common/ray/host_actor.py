@@ -6,6 +6,7 @@ called after ``open``, apart from this module itself.
 
 import socket
 import sys
+from typing import Any
 
 
 class HostActor:
@@ -16,11 +17,13 @@ class HostActor:
     def __repr__(self) -> str:
         return f"{self.what} on {socket.gethostname()}"  # in front of each line of its log
 
-    async def open(self, path: list[str]) -> tuple[str, dict[str, str]]:
-        """Look for modules in the folders of the driver first; return the host and its versions."""
+    async def open(self, path: list[str]) -> tuple[str, str, dict[str, str]]:
+        """Look for modules in the folders of the driver first; return host, node and versions."""
+        ray: Any = sys.modules["ray"]  # which runs this actor
         sys.path[:] = dict.fromkeys([*path, *sys.path])
+        host, node = socket.gethostname(), ray.get_runtime_context().get_node_id()
         try:
             from primerl._common.ray.versions import versions
         except ImportError:  # there is none here, or another release
-            return socket.gethostname(), {}
-        return socket.gethostname(), versions()
+            return host, node, {}
+        return host, node, versions()

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import attrs
@@ -22,6 +24,7 @@ from primerl.types import PolicyVersion, Rollout, SamplingParams
 
 CLOSE_S = 5.0  # the time that cancelled rollouts have to clean up
 ANSWER_S = 5.0  # an event loop that does not answer within this time is blocked
+POLL_S = 0.1
 STABLE_S = 5.0  # a process that lived this long had started properly
 MAX_BACKOFF_S = 30.0
 MAX_BUILD_FAILURES, MAX_START_DEATHS = 3, 20  # in a row, until a slot is given up
@@ -34,8 +37,11 @@ log = logging.getLogger(__name__)
 class _PooledProcess:
     """A slot of the pool, which holds one process at a time: the first, or a replacement."""
 
+    process: ChildProcess | None = None
     child: Child | None = None
+    watchdog: asyncio.Task[None] | None = None
     playing: int = 0
+    idle_since: float = attrs.field(factory=time.monotonic)
     ready: bool = False
     # Whether a start was tried. Rollouts wait until every slot has tried, because otherwise the
     # process that starts first would get all of them.
@@ -53,6 +59,9 @@ class ProcessPool:
         make: makes a process that is not yet started.
         most_each: how many rollouts a process plays at once; by default any number. With a number,
             rollouts begin when the first process is ready, otherwise when all have been tried.
+        most: the number of processes up to which more are started while rollouts wait for one;
+            needs ``most_each``. By default there are always ``processes``.
+        idle_s: how long a process beyond ``processes`` may be idle until it ends.
     """
 
     def __init__(
@@ -63,6 +72,8 @@ class ProcessPool:
         processes: int,
         make: Callable[[], ChildProcess],
         most_each: int | None = None,
+        most: int | None = None,
+        idle_s: float = math.inf,
     ) -> None:
         self.restarts = 0
         self._arguments = arguments
@@ -70,8 +81,12 @@ class ProcessPool:
         self._processes = processes
         self._make = make
         self._most_each = most_each
-        self._slots: list[_PooledProcess] = []
-        self._watchdogs: list[asyncio.Task[None]] = []
+        self._most = processes if most is None else most
+        self._idle_s = idle_s
+        self._slots: list[_PooledProcess] = []  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()  # watchdogs, also of slots that leave
+        self._numbers = itertools.count()
+        self._waiting = 0
         self._checks: dict[Child, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
@@ -117,7 +132,23 @@ class ProcessPool:
         finally:
             if slot is not None:
                 slot.playing -= 1
+                slot.idle_since = time.monotonic()
                 self._changed.set()
+
+    def retire(self, leaves: Callable[[ChildProcess], bool], *, within_s: float) -> int:
+        """End the processes that ``leaves`` selects, when their rollouts have ended.
+
+        They get no further rollouts, and others are started in their place at once. Rollouts that
+        have not ended after ``within_s`` fail as ``ProcessDied``. Returns the number of processes
+        that leave.
+        """
+        chosen = [slot for slot in self._slots if slot.process and leaves(slot.process)]
+        for slot in chosen:
+            self._retire(slot, within_s)
+        while len(self._slots) < self._processes and self._tasks:
+            self._add()
+        self._grow()
+        return len(chosen)
 
     def children(self) -> list[Child]:
         """List the processes that have been started."""
@@ -132,41 +163,95 @@ class ProcessPool:
 
     async def aclose(self) -> None:
         """End the processes. The pool can be used again."""
-        watchdogs, self._watchdogs, self._slots = self._watchdogs, [], []
+        tasks, self._tasks, self._slots = self._tasks, set(), []
         self._changed = asyncio.Event()  # the next use may be on another event loop
-        for task in (*watchdogs, *self._checks.values()):
+        for task in (*tasks, *self._checks.values()):
             task.cancel()
-        if watchdogs:
-            await asyncio.wait(watchdogs)
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def _reserve(self) -> _PooledProcess:
         """Wait for a process that may play one more rollout; count the rollout as playing."""
-        if not self._watchdogs:
-            self._slots = [_PooledProcess() for _ in range(self._processes)]
-            self._watchdogs = [
-                asyncio.create_task(self._watch(slot, number))
-                for number, slot in enumerate(self._slots)
-            ]
+        if not self._tasks:
+            for _ in range(self._processes):
+                self._add()
+            if self._most > self._processes:
+                self._start(self._end_idle())
         most = float("inf") if self._most_each is None else self._most_each
         while True:
             broken = [slot.broken for slot in self._slots if slot.broken is not None]
             if broken and len(broken) == len(self._slots):
                 raise RuntimeError(f"no environment process can start: {broken[0]}") from broken[0]
             ready = [p for p in self._slots if p.ready and p.child is not None and p.child.alive]
+            if self._most > self._processes:  # rollouts go to the oldest, so that others are idle
+                ready = ready[: self._needed(1)]
             free = [slot for slot in ready if slot.playing < most]
             if free and (self._most_each is not None or all(slot.tried for slot in self._slots)):
                 chosen = min(free, key=lambda slot: slot.playing)
                 chosen.playing += 1
                 return chosen
             self._changed.clear()
-            await self._changed.wait()
+            self._waiting += 1
+            self._grow()
+            try:
+                await self._changed.wait()
+            finally:
+                self._waiting -= 1
+
+    # ---- the number of processes ----
+
+    def _needed(self, more: int) -> int:
+        """Return how many processes the rollouts and ``more`` of them need, within the limits."""
+        rollouts = sum(slot.playing for slot in self._slots) + more
+        needed = -(-rollouts // (self._most_each or rollouts or 1))
+        return min(self._most, max(self._processes, needed))
+
+    def _grow(self) -> None:
+        """Add processes for the rollouts that wait."""
+        while self._waiting and len(self._slots) < self._needed(self._waiting):
+            self._add()
+
+    def _add(self) -> None:
+        slot = _PooledProcess()
+        self._slots.append(slot)
+        slot.watchdog = self._start(self._watch(slot, next(self._numbers)))
+
+    def _retire(self, slot: _PooledProcess, within_s: float) -> None:
+        self._slots.remove(slot)
+        self._start(self._leave(slot, within_s))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _leave(self, slot: _PooledProcess, within_s: float) -> None:
+        """Wait until a slot's rollouts have ended, then end its process."""
+        deadline = time.monotonic() + within_s
+        while slot.playing and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        assert slot.watchdog is not None
+        slot.watchdog.cancel()
+        await asyncio.wait([slot.watchdog])
+
+    async def _end_idle(self) -> None:
+        """End processes that have been idle for long, down to the least number of processes."""
+        while True:
+            await asyncio.sleep(min(1.0, self._idle_s / 4))
+            before = time.monotonic() - self._idle_s
+            idle = [slot for slot in self._slots if not slot.playing and slot.idle_since < before]
+            spare = len(self._slots) - self._needed(self._waiting)
+            for slot in idle[::-1][: max(0, spare)]:
+                self._retire(slot, 0.0)
 
     async def _watch(self, slot: _PooledProcess, number: int) -> None:
         """Start a slot's process and replace it whenever it dies, until no process can start."""
         build_failures = deaths = 0
         while slot.broken is None or isinstance(slot.broken, NoRoom):
+            slot.process = self._make()
             slot.child = Child(
-                f"environment process {number}", EnvironmentHost, process=self._make()
+                f"environment process {number}", EnvironmentHost, process=slot.process
             )
             try:
                 began = time.monotonic()

@@ -3,11 +3,12 @@
 import asyncio
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from primerl._common.ray import cluster
+from primerl._common.ray import cluster, draining
 from primerl.rollout.collection.groups import Progress
 from primerl.rollout.engines.direct import DirectAddress
 from primerl.rollout.engines.observed import CallRecord, ObservedEngine
@@ -15,24 +16,29 @@ from primerl.rollout.engines.protocol import Engine
 from primerl.rollout.engines.remote import EngineHost, is_portable
 from primerl.rollout.environments.environment import Environment, Task
 from primerl.rollout.environments.process_pool import ProcessPool
-from primerl.rollout.processes.child import Child, ProcessDied
+from primerl.rollout.processes.child import Child, ChildProcess, ProcessDied
 from primerl.rollout.processes.pickling import dumps, pickle_arguments
 from primerl.rollout.ray_actors.process import RayProcess
 from primerl.types import Rollout, SamplingParams
 
+log = logging.getLogger(__name__)
+
 TRIES = 3  # of a rollout whose actor or host is lost
+_MARGIN_S = 5.0  # before a node leaves, for actors to end
 _DEFAULT_RESOURCES = {"environments": 1.0}
 
 
 def on_ray(
     environment: Environment,
     *,
-    actors: int = 2,
+    actors: int | tuple[int, int] = 2,
     rollouts_per_actor: int = 16,
     resources: Mapping[str, float] | None = None,
     address: str | None = None,
     timeout_s: float = 3600.0,
     start_timeout_s: float = 300.0,
+    drain_timeout_s: float = 300.0,
+    idle_s: float = 300.0,
     threads: int = 1,
 ) -> "RayEnvironment":
     """Return an environment that plays ``environment`` in Ray actors, on many hosts.
@@ -43,12 +49,15 @@ def on_ray(
     the cluster. A ``portable`` engine goes along: tokens travel between its servers and that host.
     Any other engine stays where it is and is called from there. A rollout whose actor or host is
     lost is played again on another one, up to three times. A lost actor is replaced on any host
-    that has its resources, also on one that joins later.
+    that has its resources, also on one that joins later. The actors of a node that is to leave
+    (``ray drain-node``, an autoscaler) get no further rollouts and end when theirs have ended.
 
     Args:
         environment: the environment, which is pickled into each actor; lambdas and local functions
             are supported.
-        actors: the number of actors. An actor for which no node has room waits.
+        actors: the number of actors, or the least and the most: then more are started while
+            rollouts wait for an actor. An actor for which no node has room waits, and Ray's
+            autoscaler adds nodes for it.
         rollouts_per_actor: how many rollouts an actor plays at once; others wait.
         resources: what an actor takes of its node, by Ray's names; by default
             ``{"environments": 1}``, which ``ray start --resources='{"environments": 8}'`` offers
@@ -57,6 +66,9 @@ def on_ray(
             joined; None: a Ray on this host only, which ends on ``aclose``.
         timeout_s: timeout of one rollout, without the wait for an actor.
         start_timeout_s: after waiting this long for room on any node, rollouts fail.
+        drain_timeout_s: how long rollouts may go on on a node that is to leave, unless it leaves
+            earlier. Then they are played again elsewhere.
+        idle_s: how long an actor beyond the least number may be idle until it ends.
         threads: the number of threads of numerical libraries in each actor.
 
     Raises:
@@ -67,19 +79,27 @@ def on_ray(
     resources = dict(_DEFAULT_RESOURCES if resources is None else resources)
     if rollouts_per_actor < 1:
         raise ValueError(f"rollouts_per_actor is {rollouts_per_actor}, expected at least 1")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s}, expected a positive time")
+    for name, seconds in (("timeout_s", timeout_s), ("idle_s", idle_s)):
+        if not seconds > 0:
+            raise ValueError(f"{name} is {seconds}, expected a positive time")
+    if not drain_timeout_s >= 0:
+        raise ValueError(f"drain_timeout_s is {drain_timeout_s}, expected at least 0")
+    least, most = actors if isinstance(actors, tuple) else (actors, actors)
     cluster.check(
-        actors=actors, resources=resources, address=address, start_timeout_s=start_timeout_s
+        actors=least, resources=resources, address=address, start_timeout_s=start_timeout_s
     )
+    if most < least:
+        raise ValueError(f"actors are {actors}, expected the least number, then the most")
     return RayEnvironment(
         pickle_arguments(environment=environment),
-        actors=actors,
+        actors=(least, most),
         rollouts_per_actor=rollouts_per_actor,
         resources=resources,
         address=address,
         timeout_s=timeout_s,
         start_timeout_s=start_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+        idle_s=idle_s,
         threads=threads,
     )
 
@@ -99,10 +119,13 @@ class RayEnvironment:
         self._copies: MutableMapping[Engine, tuple[int, bytes]] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._connecting: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
         self._pool = ProcessPool(
             arguments,
             {"generate": self._engines.generate, "record": self._record},
-            processes=plan["actors"],
+            processes=plan["actors"][0],
+            most=plan["actors"][1],
+            idle_s=plan["idle_s"],
             make=functools.partial(
                 RayProcess,
                 resources=plan["resources"],
@@ -180,10 +203,23 @@ class RayEnvironment:
                     cluster.connect,
                     self._plan["address"],
                     resources=self._plan["resources"],
-                    actors=self._plan["actors"],
+                    actors=self._plan["actors"][1],
                 )
             )
         await asyncio.shield(self._connecting)
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._leave_draining_nodes())
+
+    async def _leave_draining_nodes(self) -> None:
+        """End the actors of nodes that are to leave, and start others elsewhere."""
+        async for nodes in draining.nodes():
+            for node, left_s in nodes.items():
+                within_s = max(0.0, min(self._plan["drain_timeout_s"], left_s - _MARGIN_S))
+                count = self._pool.retire(functools.partial(_is_on, node), within_s=within_s)
+                if count:
+                    log.warning(
+                        "a node is to leave: the rollouts of %d actors have %.0f s", count, within_s
+                    )
 
     def members(self) -> list[dict[str, Any]]:
         """List the actors' processes, each with ``name``, ``pid`` on its host, and ``alive``."""
@@ -194,8 +230,16 @@ class RayEnvironment:
     async def aclose(self) -> None:
         """End the actors, and a local Ray; rollouts in flight fail."""
         connecting, self._connecting = self._connecting, None
+        watching, self._draining = self._draining, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.wait([watching])
         await self._pool.aclose()
         if connecting is not None:
             await asyncio.wait([connecting])
             if connecting.exception() is None:
                 await asyncio.to_thread(cluster.disconnect)
+
+
+def _is_on(node: str, process: ChildProcess) -> bool:
+    return isinstance(process, RayProcess) and process.node == node

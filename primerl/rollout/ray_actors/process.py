@@ -36,7 +36,7 @@ class RayProcess:
     def __init__(
         self, *, resources: Mapping[str, float], threads: int, start_timeout_s: float
     ) -> None:
-        self.host = ""
+        self.host = self.node = ""
         self._resources = dict(resources)
         self._threads = threads
         self._start_timeout_s = start_timeout_s
@@ -53,7 +53,7 @@ class RayProcess:
             RuntimeError: the actor failed, or its host has other versions.
         """
         try:
-            self._actor, self.host = await actors.start(
+            self._actor, self.host, self.node = await actors.start(
                 ProcessActor, resources=self._resources, timeout_s=self._start_timeout_s
             )
             with actors.errors():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -11,8 +12,9 @@ from primerl.sandbox.errors import Probe, SandboxError, SandboxNotStarted, Sandb
 from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 
 T = TypeVar("T")
+_ENDING_S = 1.0
 _PAUSES_S = (0.05, 0.5)  # before another attempt to start something
-Ability = Literal["network", "roots", "snapshots", "turns", "connections"]
+Ability = Literal["network", "roots", "images", "snapshots", "turns", "connections"]
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +32,8 @@ class Options:
     lease_s: float
     start_timeout_s: float
     image: str | None
+    image_bytes: int = 64 << 30
+    image_timeout_s: float = 1800.0
 
 
 @attrs.frozen(kw_only=True)
@@ -99,10 +103,10 @@ class Tier:
     """An isolation tier: a factory of sandboxes that are isolated in one particular way.
 
     ``lacks`` names what its sandboxes can't do: reach listed servers (``network``), use another
-    root filesystem (``roots``), pack and unpack their files (``snapshots``), keep Python state
-    between turns (``turns``), or use a socket of the owner as stdin (``connections``). ``hides``
-    lists folders that each sandbox replaces with its own: the host's folder can't be shown there,
-    but readable paths below it can.
+    root filesystem (``roots``), use the image of a session (``images``), pack and unpack their
+    files (``snapshots``), keep Python state between turns (``turns``), or use a socket of the owner
+    as stdin (``connections``). ``hides`` lists folders that each sandbox replaces with its own: the
+    host's folder can't be shown there, but readable paths below it can.
     """
 
     name: str
@@ -133,12 +137,31 @@ class Tier:
     async def make(self, settings: Mapping[str, Any]) -> Sandbox:
         """Create a sandbox for one job, or for many if ``settings`` has ``session``.
 
-        The setting ``lifetime_s`` limits how long a session's sandbox lives.
+        The setting ``lifetime_s`` limits how long a session's sandbox lives. ``image`` is the image
+        of a session, which stays on this host as long as the sandbox lives.
 
         Raises:
             SandboxError: the sandbox can't be created.
         """
         raise NotImplementedError(self.name)
+
+    async def run_connected(
+        self, served: Job, suite: Job, *, sandboxes: "Sandboxes"
+    ) -> tuple[Result, Result | None]:
+        """Execute two jobs as ``connected`` does; ``sandboxes`` creates them if they are here."""
+        return await connected(sandboxes, served, suite)
+
+    async def fetch(self, image: str) -> None:
+        """Bring the image of a session to this host before the session's sandbox is created.
+
+        Raises:
+            SandboxError: the image can't be had; the message names it.
+        """
+        raise NotImplementedError(self.name)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the images that this host holds, and what became of others."""
+        return {}
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
         """Build a root filesystem for sessions from layers, the lowest first."""
@@ -163,6 +186,40 @@ class Tier:
             raise SandboxUnavailable(
                 f"the tier {self.name!r} is not available on this machine", failed
             )
+
+
+Sandboxes = Callable[[], contextlib.AbstractAsyncContextManager[Sandbox]]
+"""Creates a sandbox, which lives as long as the context is open."""
+
+
+async def connected(sandboxes: Sandboxes, served: Job, suite: Job) -> tuple[Result, Result | None]:
+    """Execute two jobs in two sandboxes, with the two ends of a socket pair as standard inputs.
+
+    Returns the results of ``suite`` and of ``served``, which is None if ``served`` had to be ended
+    after ``suite``.
+
+    Raises:
+        SandboxNotStarted: the sandboxes could not be created or connected.
+    """
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise SandboxNotStarted(f"two sandboxes could not be connected: {error}") from error
+    with ours, theirs:
+        async with sandboxes() as serving, sandboxes() as testing:
+            # Detached, so that each end is open in one sandbox only: if that sandbox ends, the
+            # other one sees the connection close.
+            served = attrs.evolve(served, connection=ours.detach())
+            suite = attrs.evolve(suite, connection=theirs.detach())
+            answering = asyncio.ensure_future(serving.execute(served))
+            try:
+                done = await testing.execute(suite)
+            finally:
+                # It ends when the tests do, unless the code under test delays it.
+                await asyncio.wait([answering], timeout=_ENDING_S)
+                answering.cancel()
+                await asyncio.gather(answering, return_exceptions=True)
+            return done, None if answering.cancelled() else answering.result()
 
 
 async def attempted(

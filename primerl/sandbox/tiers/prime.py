@@ -62,7 +62,7 @@ class Prime(Tier):
         lifetime_s = settings.get("lifetime_s", _SINGLE_LIFETIME_S)
         request = self._sdk.CreateSandboxRequest(
             name=f"primerl-{secrets.token_hex(8)}",
-            docker_image=self.options.image or _IMAGE,
+            docker_image=settings.get("image") or self.options.image or _IMAGE,
             memory_gb=max(1.0, limits.memory_bytes / _GIB),
             disk_size_gb=float(max(1, math.ceil(limits.disk_bytes / _GIB))),
             timeout_minutes=max(1, math.ceil(lifetime_s / 60)),
@@ -91,6 +91,9 @@ class Prime(Tier):
             sandbox.kill()
             raise
         return sandbox
+
+    async def fetch(self, image: str) -> None:
+        """Do nothing: the service pulls images."""
 
     async def close(self) -> None:
         """Wait for pending deletions, and close the client."""

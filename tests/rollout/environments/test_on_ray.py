@@ -30,6 +30,9 @@ NEEDS_RAY = pytest.mark.skipif(
 )
 BAD = [
     ({"actors": 0}, "actors is 0, expected at least 1"),
+    ({"actors": (3, 2)}, "actors are (3, 2), expected the least number, then the most"),
+    ({"idle_s": 0.0}, "idle_s is 0.0, expected a positive time"),
+    ({"drain_timeout_s": -1.0}, "drain_timeout_s is -1.0, expected at least 0"),
     ({"rollouts_per_actor": 0}, "rollouts_per_actor is 0, expected at least 1"),
     ({"timeout_s": 0.0}, "timeout_s is 0.0, expected a positive time"),
     ({"resources": {}}, "resources are {}, expected names with positive amounts"),
@@ -101,9 +104,15 @@ async def where(task, engine, params):
     await engine.generate([2, 3], params)
     assert "RAY_AUTH_TOKEN" not in os.environ
     metrics = {"pid": os.getpid(), "ran_by": os.getppid(), "version": engine.version}
+    metrics["node"] = float(os.environ["NODE"])
     match task.get("do"):
         case "fail":
             raise KeyError(task["id"])
+        case "begin":
+            path = Path(task["path"])
+            (path / f"{task['id']}-{os.environ['NODE']}").touch()
+            while not (path / "go").exists():
+                await asyncio.sleep(0.05)
         case "wait":
             Path(task["path"]).touch()
             try:
@@ -327,6 +336,137 @@ def test_nodes_and_actors_that_die_lose_no_rollout(cluster):
     assert Counter(group.task_id for group in trained).most_common(1)[0][1] <= 2
     assert len(server.bodies) >= 400
     until(lambda: not any(map(psutil.pid_exists, seen)))
+
+
+class Playing:
+    """Rollouts that have begun and wait for ``go``."""
+
+    def __init__(self, environment, folder):
+        folder.mkdir()
+        self.environment = environment
+        self.folder = folder
+        self.engine = testing.ScriptedEngine()
+
+    def begin(self, count):
+        return [
+            asyncio.create_task(
+                self.environment(
+                    {"id": number, "do": "begin", "path": str(self.folder)}, self.engine, PARAMS
+                )
+            )
+            for number in range(count)
+        ]
+
+    async def begun(self, count):
+        """Wait until as many rollouts have begun; return the names of their nodes."""
+        return await becomes(lambda: self._nodes(count))
+
+    def _nodes(self, count):
+        names = [path.name.split("-")[1] for path in self.folder.iterdir() if "-" in path.name]
+        return names if len(names) == count else None
+
+    async def quick(self):
+        """Play a rollout that does not wait; return its node."""
+        played = await self.environment({}, self.engine, PARAMS)
+        return int(played.metrics["node"])
+
+    def go(self):
+        (self.folder / "go").touch()
+
+
+async def becomes(condition):
+    """Wait until a condition is true; return its value."""
+    async with asyncio.timeout(90):
+        while not (value := condition()):
+            await asyncio.sleep(0.05)
+    return value
+
+
+def pids(environment):
+    return {one["pid"] for one in environment.members() if one["alive"]}
+
+
+@NEEDS_RAY
+@pytest.mark.thorough
+def test_rollouts_of_a_node_that_drains_end_there_and_no_others_begin(cluster, tmp_path):
+    """The rollouts of the first node end there; those of the second have no time, and move."""
+    for name in ("7", "8"):
+        cluster.add(name, resource="leaving")
+    environment = rollout.on_ray(
+        where,
+        actors=2,
+        rollouts_per_actor=2,
+        address=cluster.address,
+        resources={"leaving": 1.0},
+    )
+
+    async def run():
+        first, second = (Playing(environment, tmp_path / name) for name in ("first", "second"))
+        try:
+            playing = first.begin(4)
+            nodes = await first.begun(4)
+            before = pids(environment)
+            cluster.drain("7")
+            await becomes(lambda: pids(environment) - before and len(pids(environment)) == 2)
+            others = {await first.quick() for _ in range(4)}
+            assert not cluster.left("7")
+            first.go()
+            ended = await asyncio.gather(*playing)
+            await becomes(lambda: cluster.left("7"))
+
+            moved = second.begin(1)
+            await second.begun(1)
+            await asyncio.to_thread(cluster.add, "9", resource="leaving")
+            cluster.drain("8", seconds=6)  # too little for a rollout, after the margin
+            found = await second.begun(2)  # it has begun again
+            second.go()
+            [again] = await asyncio.gather(*moved)
+            await becomes(lambda: cluster.left("8"))
+            return nodes, others, ended, found, again
+        finally:
+            await environment.aclose()
+
+    nodes, others, ended, found, again = asyncio.run(run())
+
+    assert Counter(nodes) == {"7": 2, "8": 2}
+    assert others == {8}
+    assert Counter(str(int(one.metrics["node"])) for one in ended) == Counter(nodes)
+    assert sorted(found) == ["8", "9"]
+    assert again.metrics["node"] == 9
+    for name in ("7", "8", "9"):
+        cluster.remove(name)
+
+
+@NEEDS_RAY
+@pytest.mark.thorough
+def test_actors_are_added_while_rollouts_wait_and_end_when_idle(cluster, tmp_path):
+    environment = rollout.on_ray(
+        where, actors=(1, 3), rollouts_per_actor=1, idle_s=1.0, address=cluster.address
+    )
+
+    async def run():
+        playing = Playing(environment, tmp_path / "first")
+        try:
+            await playing.quick()
+            few = len(environment.members())
+            rollouts = playing.begin(4)
+            await playing.begun(3)
+            many = pids(environment)
+            playing.go()
+            played = await asyncio.gather(*rollouts)
+            await becomes(lambda: len(environment.members()) == 1)
+            kept = pids(environment)
+            await playing.quick()
+            return few, many, kept, played
+        finally:
+            await environment.aclose()
+
+    few, many, kept, played = asyncio.run(run())
+
+    assert (few, len(many), len(kept)) == (1, 3, 1)
+    assert kept < many
+    assert {one.metrics["pid"] for one in played} == many
+    until(lambda: not any(map(psutil.pid_exists, many)))
 
 
 def living(rollouts):

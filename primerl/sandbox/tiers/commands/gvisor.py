@@ -20,8 +20,9 @@ class Gvisor(CommandTier):
 
     name = "gvisor"
 
-    def command(self, name: str, files: Path | None) -> list[str]:
+    def command(self, name: str, files: Path | None, image: str | None) -> list[str]:
         """Write an OCI bundle, and return the ``runsc run`` command line for it."""
+        del image  # sessions can't choose one
         bundle = self.folder / "bundles" / name
         root = bundle / "rootfs"
         for path in ("dev", "proc", "tmp", "sandbox", GUEST_FOLDER.lstrip("/")):

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from primerl.sandbox.guest.single_job import NOT_STARTED, READY
 from primerl.sandbox.results import Result
 from primerl.sandbox.tiers import guest_files
 from primerl.sandbox.tiers.host import new_folder
+from primerl.sandbox.tiers.images.engines import PASSED
 from primerl.sandbox.tiers.interface import Job, Options, Tier
 from primerl.sandbox.tiers.streams import Input, Output
 
@@ -33,14 +34,12 @@ NOBODY = 65534
 _ENDS_LATER_S = 10.0  # the guest enforces its timeout this much later, in case the owner crashed
 _STOP_S = 30.0
 _ANSWER_S = 30.0
-# The variables of the owner's environment that container engines read; none reaches the sandbox.
-_PASSED = ("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINER_HOST", "STORAGE_DRIVER")
 
 
 class CommandTier(Tier):
     """A tier that starts one host program per job."""
 
-    lacks = frozenset({"network", "roots", "turns", "connections"})
+    lacks = frozenset({"network", "roots", "images", "turns", "connections"})
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -60,11 +59,11 @@ class CommandTier(Tier):
             )
         return self._folder
 
-    def command(self, name: str, files: Path | None) -> list[str]:
+    def command(self, name: str, files: Path | None, image: str | None) -> list[str]:
         """Return the command line that runs the guest program in a sandbox of the given name.
 
         ``files`` is a host folder to mount as ``/sandbox``. If it is None, ``/sandbox`` is an empty
-        tmpfs.
+        tmpfs. ``image`` is that of a session; if it is None, the pool's is used.
         """
         raise NotImplementedError
 
@@ -97,7 +96,8 @@ class CommandTier(Tier):
             files.mkdir()
             files.chmod(0o777)  # for any user in the sandbox; no other process knows the name
         ends_in_s = settings.get("lifetime_s", math.inf)
-        return CommandSandbox(self, files, ends_at=time.monotonic() + ends_in_s)
+        ends_at = time.monotonic() + ends_in_s
+        return CommandSandbox(self, files, ends_at=ends_at, image=settings.get("image"))
 
     async def close(self) -> None:
         """Wait for pending cleanups, and remove the pool's folder."""
@@ -150,8 +150,12 @@ class CommandSandbox:
 
     host = ""
 
-    def __init__(self, tier: CommandTier, files: Path | None, *, ends_at: float) -> None:
+    def __init__(
+        self, tier: CommandTier, files: Path | None, *, ends_at: float, image: str | None
+    ) -> None:
+        self.on_end: Callable[[], None] = lambda: None
         self._tier = tier
+        self._image = image
         self._files = files
         self._ends_at = ends_at
         self._process: subprocess.Popen[bytes] | None = None
@@ -225,6 +229,7 @@ class CommandSandbox:
         self._stop()
         if not self._ended:
             self._ended = True
+            self.on_end()
             self._tier.clean(self._name, self._files)
 
     async def _start(self, given: Input, outputs: Sequence[Output]) -> int:
@@ -232,7 +237,7 @@ class CommandSandbox:
         self._name = f"primerl-{secrets.token_hex(8)}"
         theirs = [given.theirs, *(output.theirs for output in outputs)]
         start = asyncio.to_thread(
-            _start_process, self._tier.command(self._name, self._files), theirs
+            _start_process, self._tier.command(self._name, self._files, self._image), theirs
         )
         try:
             self._process = await asyncio.shield(asyncio.ensure_future(start))
@@ -283,7 +288,7 @@ def _start_process(command: list[str], streams: Sequence[int]) -> subprocess.Pop
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
-        env={name: os.environ[name] for name in _PASSED if name in os.environ},
+        env={name: os.environ[name] for name in PASSED if name in os.environ},
         cwd="/",
         start_new_session=True,
     )

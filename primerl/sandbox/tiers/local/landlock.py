@@ -13,7 +13,7 @@ class Landlock(LocalTier):
 
     name = "landlock"
     way = "landlock"
-    lacks = frozenset({"network", "roots", "snapshots"})
+    lacks = frozenset({"network", "roots", "images", "snapshots"})
     needs = frozenset({"seccomp filter", "pidfd", "landlock", "landlock of version 6"})
 
     def isolation(self) -> Isolation:

@@ -6,9 +6,10 @@ from typing import Any
 
 from primerl.sandbox.guest.isolation import shared_root
 from primerl.sandbox.results import Isolation, Root
+from primerl.sandbox.tiers.images.cache import Grow, ImageCache
 from primerl.sandbox.tiers.interface import Options
 from primerl.sandbox.tiers.local.proxy import Proxy
-from primerl.sandbox.tiers.local.roots import Roots
+from primerl.sandbox.tiers.local.roots import ImageRoot, Roots
 from primerl.sandbox.tiers.local.slots import Slot
 from primerl.sandbox.tiers.local.tier import LocalTier
 
@@ -29,6 +30,12 @@ class Namespaces(LocalTier):
         self._proxy = Proxy(options.allow_network) if options.allow_network else None
         self.network = self._proxy is not None
         self._roots: Roots | None = None
+        self._images: ImageCache[ImageRoot] = ImageCache(
+            self._unpack,
+            lambda image: self._prepared().remove(image.root.name),
+            limit_bytes=options.image_bytes,
+            timeout_s=options.image_timeout_s,
+        )
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -36,7 +43,21 @@ class Namespaces(LocalTier):
         return {} if self._proxy is None else self._proxy.environment
 
     async def make(self, settings: Mapping[str, Any]) -> Slot:
-        """Create a sandbox, and serve its proxy connections."""
+        """Create a sandbox, on the root of its image if it has one; serve its connections."""
+        image = settings.get("image")
+        if image is None:
+            return await self._make(settings)
+        held = await self._images.take(image)
+        try:
+            slot = await self._make({**settings, **held.value.root.settings})
+        except BaseException:
+            self._images.release(held)
+            raise
+        slot.environment = held.value.environment
+        slot.on_end.append(functools.partial(self._images.release, held))
+        return slot
+
+    async def _make(self, settings: Mapping[str, Any]) -> Slot:
         slot = await super().make(settings)
         if self._proxy is not None and slot.listener is not None:
             slot.on_end.append(functools.partial(self._proxy.forget, slot.listener))
@@ -45,12 +66,27 @@ class Namespaces(LocalTier):
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
         """Copy the layers into a root filesystem that sessions share."""
+        return await self._prepared().prepare([*layers], make=super().make)
+
+    async def fetch(self, image: str) -> None:
+        """Unpack an image into a root filesystem, unless this host has it."""
+        await self._images.fetch(image)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the images that are unpacked here."""
+        return self._images.stats()
+
+    def _prepared(self) -> Roots:
         if self._roots is None:
             self._roots = Roots(self.launcher.folder / "roots", user=self.launcher.user)
-        return await self._roots.prepare([*layers], make=super().make)
+        return self._roots
+
+    async def _unpack(self, image: str, grow: Grow) -> ImageRoot:
+        return await self._prepared().unpack(image, make=super().make, grow=grow)
 
     async def close(self) -> None:
         """Close the proxy, then the zygote with all sandboxes."""
+        await self._images.close()
         if self._proxy is not None:
             await self._proxy.close()
         await super().close()

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Slot:
         self.listener: socket.socket | None = None
         self.on_end: list[Callable[[], None]] = []
         self.cgroup: Cgroup | None = None
+        self.environment: Mapping[str, str] = {}  # of its image; jobs' own variables override it
         self._control = control
         self._handle = handle
         self._limits = limits
@@ -181,6 +182,8 @@ class Slot:
             "disk_bytes": self._limits.disk_bytes,
         }
         header, contents = job.complete_header, list(job.files.values())
+        if self.environment:
+            header["environment"] = {**self.environment, **header["environment"]}
         if sum(header["sizes"]) > _LARGE:
             payload = await asyncio.to_thread(messages.payload, header, contents)
         else:

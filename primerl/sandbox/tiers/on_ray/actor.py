@@ -1,10 +1,11 @@
 """The Ray actor that holds sandboxes, whose code travels with it: see ``HostActor``."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from typing import Any
 
 from primerl._common.ray.host_actor import HostActor
@@ -23,8 +24,9 @@ class SandboxActor(HostActor):
 
     def __init__(self) -> None:
         self._sandboxes: dict[int, Any] = {}
-        self._making: dict[int, asyncio.Task[None]] = {}
+        self._making: dict[int, asyncio.Task[Any]] = {}
         self._roots: dict[str, asyncio.Task[Any]] = {}
+        self._fetching: dict[str, asyncio.Task[None]] = {}
         self._heard = 0.0  # when the driver last asked for ended sandboxes
 
     async def start(self, name: Any, options: Any) -> Any:
@@ -53,6 +55,13 @@ class SandboxActor(HostActor):
             self._end_with_tier()
         return result, sandbox.alive
 
+    async def run_connected(self, number: int, served: Any, suite: Any) -> Any:
+        """Execute two jobs in two connected sandboxes; return their results."""
+        self._making[number] = asyncio.create_task(self._run_connected(served, suite))
+        await asyncio.wait([self._making[number]])
+        running = self._making.pop(number)
+        return None if running.cancelled() else await _outcome(running)
+
     async def kill(self, number: int) -> None:
         """Kill a sandbox, even one that is being created."""
         making = self._making.get(number)
@@ -63,8 +72,11 @@ class SandboxActor(HostActor):
         if sandbox is not None:
             sandbox.kill()
 
-    async def ended(self, wait_s: float) -> list[int]:
-        """Wait for sandboxes that end by themselves, at most ``wait_s``; return their numbers."""
+    async def ended(self, wait_s: float) -> tuple[list[int], dict[str, Any]]:
+        """Wait for sandboxes that end by themselves, at most ``wait_s``.
+
+        Return their numbers, and the images that this host holds.
+        """
         until = time.monotonic() + wait_s
         found: list[int] = []
         while not found and time.monotonic() < until:
@@ -73,7 +85,19 @@ class SandboxActor(HostActor):
             found = [number for number, one in self._sandboxes.items() if not one.alive]
         for number in found:
             self._sandboxes.pop(number).kill()
-        return found
+        return found, self._tier.stats()
+
+    async def fetch(self, image: str, wait_s: float) -> tuple[bool, Exception | None]:
+        """Wait for an image, at most ``wait_s``; return whether that ended, and an error."""
+        if image not in self._fetching:
+            self._fetching[image] = asyncio.create_task(self._tier.fetch(image))
+        fetching = self._fetching[image]
+        await asyncio.wait([fetching], timeout=wait_s)
+        if not fetching.done():
+            return False, None
+        if self._fetching.get(image) is fetching:
+            del self._fetching[image]
+        return True, await _outcome(fetching)
 
     async def prepare_root(self, name: str, layers: Sequence[str]) -> Any:
         """Build a root filesystem that the driver calls ``name``, once."""
@@ -101,6 +125,17 @@ class SandboxActor(HostActor):
         if layers is not None:
             settings = {**settings, **(await self._root(settings["root"], layers)).settings}
         self._sandboxes[number] = await self._tier.make(settings)
+
+    async def _run_connected(self, served: Any, suite: Any) -> Any:
+        @contextlib.asynccontextmanager
+        async def new() -> AsyncIterator[Any]:
+            sandbox = await self._tier.make({"session": True})
+            try:
+                yield sandbox
+            finally:
+                sandbox.kill()
+
+        return await self._tier.run_connected(served, suite, sandboxes=new)
 
     async def _root(self, name: str, layers: Sequence[str]) -> Any:
         if name not in self._roots:

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +25,9 @@ from primerl.sandbox.tiers.on_ray.actor import SandboxActor
 ANSWER_S = 30.0  # for an actor to answer, besides the time that its work may take
 ROOT_S = 600.0  # for a root filesystem to be copied
 CLOSE_S = 15.0
+FETCH_S = 10.0  # of each question whether an image is there
+_POLL_S = 0.1
+_log = logging.getLogger(__name__)
 _WAIT_S = 10.0  # of each question for ended sandboxes, unless the lease is short
 
 
@@ -37,6 +43,8 @@ class RayHosts:
         address: the ``"host:port"`` of a cluster's head; ``"auto"``: the cluster that this host has
             joined; None: a Ray on this host only, which ends with the pool.
         start_timeout_s: after waiting this long for room on any node, sandboxes can't be created.
+        drain_timeout_s: how long sessions may go on on a node that is to leave (``ray drain-node``,
+            an autoscaler), unless it leaves earlier.
 
     Raises:
         ImportError: Ray is not installed.
@@ -47,8 +55,11 @@ class RayHosts:
     resources: Mapping[str, float] = attrs.field(factory=lambda: {"sandboxes": 1.0})
     address: str | None = None
     start_timeout_s: float = 300.0
+    drain_timeout_s: float = 300.0
 
     def __attrs_post_init__(self) -> None:
+        if not self.drain_timeout_s >= 0:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, expected at least 0")
         cluster.check(
             actors=self.actors,
             resources=self.resources,
@@ -62,16 +73,44 @@ class RayHost:
 
     Attributes:
         name: the name of the host.
+        node: the id of its Ray node.
         sandboxes: the numbers of the sandboxes that are alive, or being created.
+        images: the images of sessions that the host has.
+        stats: the images of the host, as its tier reported them last.
         lost: why the actor is lost; empty while it is alive.
     """
 
-    def __init__(self, actor: Any, name: str, options: Options) -> None:
+    def __init__(self, actor: Any, name: str, node: str, options: Options) -> None:
         self.name = name
+        self.node = node
+        self._ready: set[int] = set()  # sandboxes that were not used yet
+        self._drains: asyncio.Event = asyncio.Event()
+        self._ends_at = math.inf
         self.sandboxes: set[int] = set()
+        self.images: set[str] = set()
+        self.stats: dict[str, Any] = {}
         self.lost = ""
         self._actor = actor
         self._options = options
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the node is to leave: it gets no further sandboxes."""
+        return self._drains.is_set()
+
+    def drain(self, within_s: float) -> None:
+        """Let the sessions of this host go on for ``within_s`` only, and create no sandboxes."""
+        _log.warning("the node of %s is to leave: its sandboxes have %.0f s", self.name, within_s)
+        self._ends_at = time.monotonic() + within_s
+        self._drains.set()
+        for number in [*self._ready]:
+            self.kill(number)
+
+    async def finish(self) -> None:
+        """Wait until the sandboxes of a draining host have ended, or their time is over."""
+        while self.sandboxes and not self.lost and time.monotonic() < self._ends_at:
+            await asyncio.sleep(_POLL_S)
 
     @classmethod
     async def open(
@@ -83,10 +122,10 @@ class RayHost:
             RuntimeError: no actor could be started, or its host lacks a requirement of the tier,
                 the interpreter, or a readable path.
         """
-        actor, name = await actors.start(
+        actor, name, node = await actors.start(
             SandboxActor, resources=hosts.resources, timeout_s=hosts.start_timeout_s
         )
-        host = cls(actor, name, options)
+        host = cls(actor, name, node, options)
         try:
             # The tier starts, and creates test sandboxes.
             timeout_s = 3 * options.start_timeout_s + ANSWER_S
@@ -101,13 +140,19 @@ class RayHost:
     ) -> "RemoteSandbox":
         """Create a sandbox, on a root filesystem if it has ``layers``."""
         sandbox = RemoteSandbox(self, number)
+        if "session" not in settings:
+            self._ready.add(number)
         self.sandboxes.add(number)
         timeout_s = 2 * self._options.start_timeout_s + ANSWER_S + (ROOT_S if layers else 0.0)
+        if "image" in settings:  # which may have been removed since it was fetched
+            timeout_s += 2 * self._options.image_timeout_s
         try:
             await self.call("make", number, settings, layers, timeout_s=timeout_s)
         except BaseException:
             sandbox.kill()
             raise
+        if not sandbox.alive:
+            raise SandboxLost(f"the node of the host {self.name} is to leave")
         return sandbox
 
     async def execute(self, number: int, job: Job) -> Result:
@@ -117,6 +162,7 @@ class RayHost:
             SandboxError: the sandbox raised it.
             SandboxLost: the host is lost.
         """
+        self._ready.discard(number)
         timeout_s = job.timeout_s + self._options.start_timeout_s + ANSWER_S
         result, alive = await self.call("execute", number, job, timeout_s=timeout_s)
         if not alive:
@@ -124,27 +170,80 @@ class RayHost:
         done: Result = self._checked(result)
         return done
 
+    async def run_connected(
+        self, number: int, served: Job, suite: Job
+    ) -> tuple[Result, Result | None]:
+        """Execute two jobs in two connected sandboxes, which count as one.
+
+        Raises:
+            SandboxNotStarted: the sandboxes could not be created or connected.
+            SandboxLost: the host is lost.
+        """
+        self.sandboxes.add(number)
+        limit_s = max(served.timeout_s, suite.timeout_s)
+        timeout_s = limit_s + 4 * self._options.start_timeout_s + ANSWER_S
+        try:
+            answer: tuple[Result, Result | None] = await self.call(
+                "run_connected", number, served, suite, timeout_s=timeout_s
+            )
+            return answer
+        finally:
+            self.kill(number)  # if this is cancelled, the code must not keep running
+
     def kill(self, number: int) -> None:
         """Kill a sandbox, without waiting."""
         if number in self.sandboxes:
             self.sandboxes.discard(number)
+            self._ready.discard(number)
             self._actor.kill.remote(number)
+
+    async def fetch(self, image: str) -> None:
+        """Bring an image to this host.
+
+        Raises:
+            SandboxError: the image can't be had.
+            SandboxLost: the host is lost.
+        """
+        done = False
+        while not done:
+            done, error = await self.call("fetch", image, FETCH_S, timeout_s=FETCH_S + ANSWER_S)
+            self._checked(error)
+        self.images.add(image)
 
     async def prepare_root(self, name: str, layers: Sequence[str]) -> Root:
         """Build a root filesystem on this host."""
         root: Root = await self.call("prepare_root", name, layers, timeout_s=ROOT_S)
         return root
 
-    async def watch(self) -> None:
-        """Watch for sandboxes that end by themselves, until the host is lost."""
+    async def watch(self) -> bool:
+        """Watch for sandboxes that end by themselves, until the host is lost or drains.
+
+        Returns whether it drains; then it is still watched.
+        """
+        self._watching = asyncio.create_task(self._watch())
+        drains = asyncio.create_task(self._drains.wait())
+        try:
+            await asyncio.wait([self._watching, drains], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._watching.cancel()
+            raise
+        finally:
+            drains.cancel()
+        return self.draining and not self.lost
+
+    async def _watch(self) -> None:
         wait_s = min(_WAIT_S, self._options.lease_s / 4)
         with contextlib.suppress(SandboxLost):
             while True:
-                ended = await self.call("ended", wait_s, timeout_s=wait_s + ANSWER_S)
+                answer = await self.call("ended", wait_s, timeout_s=wait_s + ANSWER_S)
+                ended, self.stats = answer
                 self.sandboxes.difference_update(ended)
+                self.images.intersection_update(self.stats.get("images", ()))
 
     async def close(self) -> None:
         """End the actor with its tier and all sandboxes."""
+        if self._watching is not None:
+            self._watching.cancel()
         with contextlib.suppress(SandboxError):
             await self.call("close", timeout_s=CLOSE_S)
         self.lose("the pool is closed")

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from primerl._common.ray import cluster
+from primerl._common.ray import cluster, draining
 from primerl.sandbox.errors import SandboxError, SandboxLost, SandboxUnavailable
-from primerl.sandbox.results import Isolation, Root
-from primerl.sandbox.tiers.interface import Tier
+from primerl.sandbox.results import Isolation, Result, Root
+from primerl.sandbox.tiers.interface import Job, Sandboxes, Tier
 from primerl.sandbox.tiers.on_ray.hosts import RayHost, RayHosts, RemoteSandbox
 
 _TRIES = 3  # of a sandbox whose host is lost while it is created
+_IMAGE_WORTH = 4  # sandboxes that a host may have more than another one without the image
+_MARGIN_S = 5.0  # before a node leaves, for actors to end
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0  # before another actor is started
 
 _log = logging.getLogger(__name__)
@@ -31,13 +33,15 @@ class RayTier(Tier):
     def __init__(self, tier: Tier, hosts: RayHosts) -> None:
         super().__init__(tier.options)
         self.name = tier.name
-        self.lacks = tier.lacks | {"connections"}
+        self.lacks = tier.lacks
         self.hides = tier.hides
         self._environment = tier.environment
         self._plan = hosts
         self._isolation: Isolation | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._keepers: list[asyncio.Task[None]] = []
+        self._draining: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()  # hosts whose nodes are to leave
         self._hosts: set[RayHost] = set()
         self._failures: dict[int, Exception] = {}
         self._changed = asyncio.Event()
@@ -74,6 +78,7 @@ class RayTier(Tier):
             self._keepers = [
                 asyncio.create_task(self._keep(number)) for number in range(plan.actors)
             ]
+            self._draining = asyncio.create_task(self._leave_draining_nodes())
             await self._host()
         except BaseException:
             await self.close()
@@ -86,12 +91,33 @@ class RayTier(Tier):
             raise SandboxError("the root filesystem belongs to another pool")
         layers = None if root is None else self._layers[root]
         for _ in range(_TRIES):
-            host = await self._host()
+            host = await self._host(settings.get("image"))
             try:
                 return await host.make(next(self._numbers), settings, layers)
             except SandboxLost as error:
                 lost = error
         raise lost
+
+    async def run_connected(
+        self, served: Job, suite: Job, *, sandboxes: Sandboxes
+    ) -> tuple[Result, Result | None]:
+        """Execute two jobs in two connected sandboxes of one host."""
+        del sandboxes
+        host = await self._host()
+        return await host.run_connected(next(self._numbers), served, suite)
+
+    async def fetch(self, image: str) -> None:
+        """Bring an image to the host that the next session with it is likely to use."""
+        for _ in range(_TRIES):
+            try:
+                return await (await self._host(image)).fetch(image)
+            except SandboxLost as error:
+                lost = error
+        raise lost
+
+    def stats(self) -> dict[str, Any]:
+        """Return the images of each host, as it reported them in the last 10 s."""
+        return {"hosts": [{"host": one.name, "images": {}, **one.stats} for one in self._hosts]}
 
     async def prepare_root(self, layers: Sequence[str]) -> Root:
         """Build a root filesystem on one host; others build theirs for their first session."""
@@ -104,10 +130,13 @@ class RayTier(Tier):
     async def close(self) -> None:
         """End the actors with all sandboxes, and a local Ray."""
         keepers, self._keepers = self._keepers, []
-        for keeper in keepers:
-            keeper.cancel()
-        if keepers:
-            await asyncio.wait(keepers)
+        tasks = [*keepers, *self._leaving]
+        if self._draining is not None:
+            tasks.append(self._draining)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             await asyncio.wait([connecting])
@@ -119,14 +148,16 @@ class RayTier(Tier):
         assert self._isolation is not None, "start() comes first"
         return self._isolation
 
-    async def _host(self) -> RayHost:
+    async def _host(self, image: str | None = None) -> RayHost:
         """Return the host with the fewest sandboxes; wait for one if all are lost.
+
+        A host that has the image may have some more sandboxes than others.
 
         Raises:
             SandboxUnavailable: no actor could be started.
             SandboxError: the pool is closed.
         """
-        while not (living := [host for host in self._hosts if not host.lost]):
+        while not (living := [one for one in self._hosts if not (one.lost or one.draining)]):
             if not self._keepers:
                 raise SandboxError("the pool is closed")
             if len(self._failures) == len(self._keepers):
@@ -134,7 +165,30 @@ class RayTier(Tier):
                 raise SandboxUnavailable(f"no host runs sandboxes: {failure}") from failure
             self._changed.clear()
             await self._changed.wait()
-        return min(living, key=lambda host: len(host.sandboxes))
+        return min(
+            living, key=lambda host: len(host.sandboxes) - _IMAGE_WORTH * (image in host.images)
+        )
+
+    async def _leave_draining_nodes(self) -> None:
+        async for nodes in draining.nodes():
+            for host in self._hosts:
+                if host.node in nodes and not host.draining:
+                    left_s = nodes[host.node] - _MARGIN_S
+                    host.drain(max(0.0, min(self._plan.drain_timeout_s, left_s)))
+
+    def _leave(self, host: RayHost) -> None:
+        """End a host whose node is to leave, when its sessions have ended."""
+
+        async def leave() -> None:
+            try:
+                await host.finish()
+            finally:
+                self._hosts.discard(host)
+                await host.close()
+
+        task = asyncio.create_task(leave())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     async def _keep(self, number: int) -> None:
         """Start an actor, and another one whenever it is lost."""
@@ -145,8 +199,11 @@ class RayTier(Tier):
                 self._failures.pop(number, None)
                 self._hosts.add(host)
                 self._changed.set()
-                await host.watch()
-                _log.warning("sandboxes on %s are lost: %s", host.name, host.lost)
+                if await host.watch():
+                    self._leave(host)
+                    host = None
+                else:
+                    _log.warning("sandboxes on %s are lost: %s", host.name, host.lost)
                 pause_s = _PAUSE_S
             except RuntimeError as error:
                 _log.warning("an actor for sandboxes could not be started: %s", error)

@@ -59,7 +59,7 @@ async def _check(chosen: argparse.Namespace) -> int:
     good = sum(finding.good for finding in findings)
     bad = sum(bool(finding.reasons) for finding in findings)
     unchecked = len(findings) - good - bad
-    left = f", {unchecked} not checked: their repositories are in containers" if unchecked else ""
+    left = f", {unchecked} not checked: their repositories are in images" if unchecked else ""
     print(f"{good} of {len(findings)} issues are good, {bad} bad{left}")
     if chosen.write:
         target = Path(chosen.write)

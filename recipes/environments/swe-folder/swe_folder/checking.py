@@ -46,7 +46,7 @@ class Finding:
         cheats: whether they pass for each cheat, by name.
         seconds: how long the grading of the reference patch took.
         reasons: why the issue is bad; none if it is good.
-        checked: false for issues whose repository is in a container.
+        checked: false for issues whose repository is in an image.
     """
 
     name: str

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from primerl.sandbox import Executable, SymbolicLink
 
-Files = dict[str, bytes | Executable | SymbolicLink]
+File = bytes | Executable | SymbolicLink
+Files = dict[str, File]
 
 MOST_BYTES = 64 << 20  # per repository
 TIMEOUT_S = 60.0

@@ -25,9 +25,10 @@ _KEYS = (
 class Issue:
     """One issue: its repository, its statement, its reference patch and its tests.
 
-    ``folder`` is a git repository on this machine. If it is None, the container image ``image`` has
-    the repository. ``expected`` names the tests that must pass, ``modules`` the Python modules that
-    are tested in isolation, and ``inputs`` the files of the test patch that these may read.
+    ``folder`` is a git repository on this machine. If it is None, ``image``, a container image or
+    the path of an archive or folder with its files, has the repository. ``expected`` names the
+    tests that must pass, ``modules`` the Python modules that are tested in isolation, and
+    ``inputs`` the files of the test patch that these may read.
     """
 
     id: str
@@ -86,7 +87,7 @@ def parsed(line: str, place: str, path: Path, *, image: str = IMAGE) -> Issue:
         raise ValueError(f"{place}: not valid JSON ({error})") from None
     if not isinstance(row, dict):
         raise ValueError(f"{place}: expected a JSON object")
-    return _bench(row, place, image) if "instance_id" in row else _folder(row, place, path)
+    return _bench(row, place, path, image) if "instance_id" in row else _folder(row, place, path)
 
 
 def _folder(row: Mapping[str, Any], place: str, path: Path) -> Issue:
@@ -121,7 +122,7 @@ def _folder(row: Mapping[str, Any], place: str, path: Path) -> Issue:
     )
 
 
-def _bench(row: Mapping[str, Any], place: str, image: str) -> Issue:
+def _bench(row: Mapping[str, Any], place: str, path: Path, image: str) -> Issue:
     needed = ("repo", "base_commit", "patch", "test_patch", "problem_statement", "FAIL_TO_PASS")
     _require(row, place, (*needed, "PASS_TO_PASS"))
     expected = (*_names(row["FAIL_TO_PASS"]), *_names(row["PASS_TO_PASS"]))
@@ -129,7 +130,9 @@ def _bench(row: Mapping[str, Any], place: str, image: str) -> Issue:
         raise ValueError(f"{place}: FAIL_TO_PASS and PASS_TO_PASS are empty")
     name = str(row["instance_id"])
     # SWE-bench names its images this way, since "__" is not allowed in image names.
-    default = image.format(id=name.lower().replace("__", "_1776_"))
+    image = str(row.get("image", image.format(id=name.lower().replace("__", "_1776_"))))
+    if image.startswith(("./", "../")):  # an archive or a folder beside the issues file
+        image = str((path.parent / image).resolve())
     return Issue(
         id=name,
         statement=str(row["problem_statement"]),
@@ -138,7 +141,7 @@ def _bench(row: Mapping[str, Any], place: str, image: str) -> Issue:
         test_patch=str(row["test_patch"]),
         expected=expected,
         test_command=_command(row.get("test_command"), expected),
-        image=str(row.get("image", default)),
+        image=image,
         workdir=TESTBED,
     )
 

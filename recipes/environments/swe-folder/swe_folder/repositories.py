@@ -6,9 +6,8 @@ import tarfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import PurePosixPath
 
-from primerl.sandbox import Executable, SymbolicLink
-from swe_folder import archives
-from swe_folder.git import MOST_BYTES, Files
+from primerl.sandbox import Executable, SymbolicLink, archives
+from swe_folder.git import MOST_BYTES, File, Files
 from swe_folder.layouts import CODE, Layout
 from swe_folder.paths import resolved
 
@@ -41,10 +40,10 @@ def unpacked(archive: bytes) -> Files:
     """
     files: Files = {}
     count = 0
-    originals: dict[str, archives.Member] = {}
+    originals: Files = {}
     left = MOST_BYTES
     try:
-        for member in archives.members(archive):
+        for member in archives.members(io.BytesIO(archive)):
             count += 1
             if count > _MOST_MEMBERS or len(member.name) > _LONGEST_NAME:
                 raise ValueError(
@@ -52,24 +51,34 @@ def unpacked(archive: bytes) -> Files:
                     f"{_LONGEST_NAME} characters"
                 )
             path = PurePosixPath(member.name)
-            # A hard link refers to an earlier file of the archive.
-            file = originals.get(member.target) if member.kind == "link" else member
-            if file is None or file.kind not in ("file", "symbolic link") or not path.parts:
+            if member.kind not in ("file", "link", "symbolic link") or not path.parts:
                 continue
             if path.is_absolute() or ".." in path.parts:
                 continue
-            left -= len(file.content) + len(file.target)
+            # A hard link refers to an earlier file of the archive.
+            file = originals.get(member.target) if member.kind == "link" else _read(member)
+            if file is None:
+                continue
+            left -= _size(file)
             if left < 0:
                 raise ValueError(f"the archive has more than {MOST_BYTES} bytes")
-            originals[member.name] = file
-            if file.kind == "symbolic link":
-                files[path.as_posix()] = SymbolicLink(file.target)
-            else:
-                executable = file.executable
-                files[path.as_posix()] = Executable(file.content) if executable else file.content
+            originals[member.name] = files[path.as_posix()] = file
     except archives.BadArchive as error:
         raise ValueError(f"the files are not a valid archive: {error}") from error
     return files
+
+
+def _read(member: archives.ArchiveMember) -> File:
+    if member.kind == "symbolic link":
+        return SymbolicLink(member.target)
+    content = member.content.read()
+    return Executable(content) if member.mode & 0o100 else content
+
+
+def _size(file: File) -> int:
+    if isinstance(file, SymbolicLink):
+        return len(file.target)
+    return len(file.content if isinstance(file, Executable) else file)
 
 
 def with_own_tests(layout: Layout, *, base: Files, changed: Files, tests: Files) -> Files:

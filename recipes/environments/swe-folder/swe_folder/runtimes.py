@@ -18,10 +18,21 @@ _READING = threading.Lock()
 
 
 @contextlib.asynccontextmanager
-async def fresh(runtime: vf.Runtime) -> AsyncIterator[vf.Runtime]:
-    """Open a new container with the same configuration as ``runtime``."""
-    async with provision_runtime(runtime.config) as other:
+async def fresh(runtime: vf.Runtime, timeout_s: float) -> AsyncIterator[vf.Runtime]:
+    """Open a new sandbox with the same image as ``runtime``, or one of verifiers' containers.
+
+    ``timeout_s`` limits each command.
+    """
+    if getattr(runtime, "pool", None) is None:
+        async with provision_runtime(runtime.config) as other, asyncio.timeout(timeout_s):
+            yield other
+        return
+    other = runtime.fresh(timeout_s=timeout_s)
+    await other.start()
+    try:
         yield other
+    finally:
+        await other.stop()
 
 
 async def put(runtime: vf.Runtime, files: Files, *, removed: Sequence[str] = ()) -> None:
@@ -66,7 +77,7 @@ async def reading(work: Callable[..., T], *arguments: Any) -> T:
 
 
 async def apply(runtime: vf.Runtime, place: str, patch: str) -> None:
-    """Apply a patch to the repository at ``place`` in a container.
+    """Apply a patch to the repository at ``place`` of an image.
 
     Raises:
         ValueError: the patch does not apply.

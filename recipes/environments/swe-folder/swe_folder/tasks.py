@@ -52,7 +52,7 @@ class ResolveConfig(vf.TaskConfig):
 
     ``grading="isolated"`` runs pytest in one sandbox and the code under test in another, where it
     can't manipulate the results. ``grading="command"`` runs the test command in the same sandbox as
-    the code, for test suites that need it and for containers. ``packages`` are folders that contain
+    the code, for test suites that need it and for images. ``packages`` are folders that contain
     pytest and the tests' dependencies; sandboxes must be able to read them.
     """
 
@@ -68,7 +68,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         """Return the repository as the agent finds it, by path, with a patch applied.
 
         Raises:
-            RuntimeError: the repository is in a container's image.
+            RuntimeError: the repository is in an image.
             ValueError: the commit can't be read, or the patch does not apply.
         """
         if self.data.folder is None:
@@ -76,7 +76,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         return git.committed(self.data.folder, self.data.base_commit, patch)
 
     async def setup(self, runtime: vf.Runtime) -> None:
-        """Write the repository into the sandbox. A container's image already has it."""
+        """Write the repository into the sandbox, unless its image has it."""
         if self.data.folder is not None:
             await put(runtime, await asyncio.to_thread(self.base))
 
@@ -95,7 +95,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         return after and not before
 
     async def apply(self, runtime: vf.Runtime, patch: str) -> None:
-        """Apply a patch to the repository in the agent's sandbox or container.
+        """Apply a patch to the repository in the agent's sandbox.
 
         Raises:
             ValueError: the patch does not apply.
@@ -108,7 +108,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
         await apply(runtime, self.data.place, patch)
 
     async def graded(self, runtime: vf.Runtime) -> tuple[bool, str]:
-        """Run the tests on the agent's files, in new sandboxes or a new container.
+        """Run the tests on the agent's files, in new sandboxes.
 
         Returns whether the tests pass, and the reason if they do not.
 
@@ -117,7 +117,7 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
             SandboxError: the sandboxes failed through no fault of the agent.
         """
         if self.data.folder is None:
-            return await self._graded_in_container(runtime)
+            return await self._graded_in_image(runtime)
         pool = getattr(runtime, "pool", None)
         try:
             changed = await taken(runtime)
@@ -142,13 +142,15 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
                 timeout_s=self.config.grading_timeout_s,
             )
 
-    async def _graded_in_container(self, runtime: vf.Runtime) -> tuple[bool, str]:
-        place = self.data.place
+    async def _graded_in_image(self, runtime: vf.Runtime) -> tuple[bool, str]:
+        place, pool = self.data.place, getattr(runtime, "pool", None)
         try:
             patch = await made_in(runtime, place, self.data.base_commit)
         except (vf.SandboxError, OSError, ValueError) as error:
+            if pool is not None and not pool.alive:
+                raise
             return False, f"the agent's changes can't be read: {error}"
-        async with fresh(runtime) as other:
+        async with fresh(runtime, self.config.grading_timeout_s) as other:
             hidden = {path for pair in git.names(self.data.test_patch) for path in pair}
             layout = by_names(await listed(other, place), self.data.issue.files, hidden)
             try:
@@ -157,8 +159,12 @@ class Resolve(vf.Task[IssueData, vf.State, ResolveConfig]):
             except ValueError as error:
                 return False, str(error)
             command = ["sh", "-c", 'cd "$0" && exec "$@"', place, *self.data.test_command]
-            async with asyncio.timeout(self.config.grading_timeout_s):
+            try:
                 done = await other.run(command, {})
+            except vf.SandboxError as error:
+                if pool is not None and not pool.alive:
+                    raise
+                return False, f"the sandbox of the tests ended: {error}"
         return verdict(done, self.data.expected)
 
 

@@ -4,13 +4,14 @@
 the size of a member is negative (CVE-2025-8194), in versions of Python that this package supports.
 """
 
+import io
 import time
 from collections.abc import Iterator
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import attrs
 
-Kind = Literal["file", "link", "symbolic link", "other"]
+Kind = Literal["file", "link", "symbolic link", "folder", "other"]
 
 _BLOCK = 512
 _LONGEST_LENGTH = 20  # digits in front of a record of an extended header
@@ -20,6 +21,7 @@ _KINDS: dict[bytes, Kind] = {
     b"7": "file",  # a contiguous file
     b"1": "link",
     b"2": "symbolic link",
+    b"5": "folder",
 }
 _WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders and pipes
 _SPARSE = b"S"
@@ -31,8 +33,11 @@ _LONGEST_NAME = 1 << 16
 _MOST_BYTES = {b"L": _LONGEST_NAME, b"K": _LONGEST_NAME} | dict.fromkeys(
     (b"x", b"X", b"g"), 1 << 20
 )
-_MOST_STEPS = 200_000  # headers, and records of extended headers: one takes less than 10 µs
+MOST_STEPS = 200_000  # headers, and records of extended headers: one takes less than 10 µs
 _STEPS_AT_ONCE = 20
+_CHUNK = 1 << 20
+_LARGEST = 1 << 50
+_LATEST = (1 << 33) - 1  # of octal digits in a header; file systems know later times
 _REST_S = 1e-4  # lets the event loop take over, which would otherwise wait for 5 ms
 
 
@@ -40,50 +45,89 @@ class BadArchive(ValueError):
     """The bytes are not a tar archive, or use a feature that this module does not read."""
 
 
+class MemberContent:
+    """The content of a member, which is read from the archive's file before the next member is."""
+
+    def __init__(self, file: BinaryIO, size: int, at: int) -> None:
+        self._file = file
+        self._at = at
+        self._left = size
+
+    def read(self, most: int = -1) -> bytes:
+        """Return the next bytes, at most ``most`` bytes; none at the end.
+
+        Raises:
+            BadArchive: the archive is cut off.
+        """
+        wanted = self._left if most < 0 else min(most, self._left)
+        content = self._file.read(wanted)
+        if len(content) < wanted:
+            raise BadArchive(f"the member at byte {self._at} is cut off")
+        self._left -= wanted
+        return content
+
+    def skip(self, padding: int) -> None:
+        """Pass over the rest, and ``padding`` further bytes."""
+        rest = self._left + padding
+        self._left = 0
+        if rest > _CHUNK and self._file.seekable():
+            self._file.seek(rest - 1, io.SEEK_CUR)
+            rest = 1
+        while rest:
+            passed = len(self._file.read(min(rest, _CHUNK)))
+            if not passed:
+                raise BadArchive(f"the member at byte {self._at} is cut off")
+            rest -= passed
+
+
 @attrs.frozen(kw_only=True)
-class Member:
+class ArchiveMember:
     """A member of an archive.
 
     ``target`` is the name of the member that a hard link refers to, or the target of a symbolic
-    link.
+    link. ``size`` is that of the content in bytes, ``mode`` has the permissions, and ``modified``
+    is the time of the last change, in seconds since 1970.
     """
 
     name: str
     kind: Kind
     target: str
-    content: bytes
-    executable: bool
+    size: int
+    mode: int
+    modified: int
+    content: MemberContent
 
 
 class _Steps:
     """Counts the steps of reading an archive, and rests between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_STEPS) -> None:
         self._count = 0
+        self._most = most
 
     def step(self) -> None:
         self._count += 1
-        if self._count > _MOST_STEPS:
-            raise BadArchive(f"it has more than {_MOST_STEPS} headers and records")
+        if self._count > self._most:
+            raise BadArchive(f"it has more than {self._most} headers and records")
         if self._count % _STEPS_AT_ONCE == 0:
             time.sleep(_REST_S)
 
 
-def members(archive: bytes) -> Iterator[Member]:
+def members(file: BinaryIO, *, most_steps: int = MOST_STEPS) -> Iterator[ArchiveMember]:
     """Yield the members of an archive in the formats of POSIX and of GNU.
 
-    It rests between its steps, so that other threads are not held up.
+    ``file`` is read once, from its current position. The reader rests between its steps, so that
+    other threads are not held up.
 
     Raises:
-        BadArchive: the bytes are not such an archive, have a sparse file, or need too many steps.
+        BadArchive: the bytes are not such an archive, have a sparse file, or need more than
+            ``most_steps`` steps.
     """
-    if not archive:
-        raise BadArchive("it is empty")
+    steps = _Steps(most_steps)
     at = 0
-    steps = _Steps()
     always: dict[str, str] = {}  # the records of global headers
     own: dict[str, str] = {}  # the records for the next member
-    while header := archive[at : at + _BLOCK]:
+    while header := file.read(_BLOCK):
         steps.step()
         if header == bytes(_BLOCK):
             return
@@ -97,40 +141,47 @@ def members(archive: bytes) -> Iterator[Member]:
             size = _decimal(records["size"])
         if kind in _WITHOUT_CONTENT:
             size = 0
-        begin, at = at, at + size + -size % _BLOCK
-        if at > len(archive):
-            raise BadArchive(f"the member at byte {begin} is cut off")
+        if size > _LARGEST:
+            raise BadArchive(f"the member at byte {at} is cut off")
         if size > _MOST_BYTES.get(kind, size):
-            raise BadArchive(f"the extended header at byte {begin} has {size} bytes")
-        content = archive[begin : begin + size]
+            raise BadArchive(f"the extended header at byte {at} has {size} bytes")
+        content = MemberContent(file, size, at)
         if kind == b"L":
-            own["path"] = _text(content)
+            own["path"] = _text(content.read())
         elif kind == b"K":
-            own["linkpath"] = _text(content)
+            own["linkpath"] = _text(content.read())
         elif kind == b"g":
-            always |= _records(content, steps)
+            always |= _records(content.read(), steps)
         elif kind in b"xX":
-            own |= _records(content, steps)
+            own |= _records(content.read(), steps)
         else:
             if kind == _SPARSE or _SPARSE_RECORD in records:
                 raise BadArchive("it has a sparse file")
-            yield _member(header, kind, records, content)
+            yield _member(header, kind, records, size, content)
             own = {}
+        content.skip(-size % _BLOCK)
+        at += size + -size % _BLOCK
+    if at == 0:
+        raise BadArchive("it is empty")
 
 
-def _member(header: bytes, kind: bytes, records: dict[str, str], content: bytes) -> Member:
+def _member(
+    header: bytes, kind: bytes, records: dict[str, str], size: int, content: MemberContent
+) -> ArchiveMember:
     name = _text(header[:100])
     if kind == b"\0" and name.endswith("/"):  # how the oldest archives write folders
         kind = b"5"
     folder = _text(header[345:500])
     if folder:
         name = f"{folder}/{name}"
-    return Member(
+    return ArchiveMember(
         name=records.get("path", name),
         kind=_KINDS.get(kind, "other"),
         target=records.get("linkpath", _text(header[157:257])),
+        size=size,
+        mode=_number(header[100:108]) & 0o7777,
+        modified=_time(header[136:148]),
         content=content,
-        executable=bool(_number(header[100:108]) & 0o100),
     )
 
 
@@ -169,6 +220,11 @@ def _number(field: bytes) -> int:
     if not set(digits) <= set(b"01234567"):
         raise BadArchive(f"a header has the number {digits!r}")
     return int(digits, 8)
+
+
+def _time(field: bytes) -> int:
+    """Return a time of a header; 0 for one before 1970, which GNU's tar writes in binary."""
+    return 0 if field[0] == 0xFF else min(_number(field), _LATEST)
 
 
 def _decimal(digits: str) -> int:

@@ -1,0 +1,1 @@
+"""Container images of sessions: finding, unpacking and keeping them on a host."""

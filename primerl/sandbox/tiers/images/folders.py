@@ -1,0 +1,123 @@
+"""Folders of root filesystems: merging unpacked layers, and changes that follow no link."""
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+
+WHITEOUT = b".wh."
+OPAQUE = b".wh..wh..opq"
+ENTRY_BYTES = 4096  # what an entry takes of the disk, besides its content
+
+
+def merge(
+    layers: list[str],
+    target: str | os.PathLike[str],
+    *,
+    owner: int,
+    grow: Callable[[int], None] = lambda size: None,  # noqa: ARG005
+) -> None:
+    """Merge the layers of an OCI image into ``target``, the lowest layer first.
+
+    A file ``.wh.NAME`` removes ``NAME`` from the layers below, and ``.wh..wh..opq`` empties its
+    folder. Links are never followed, neither in a layer nor in ``target``. Devices, pipes and
+    sockets are left out, and files lose their setuid bits. If ``owner`` is not 0, it owns the
+    copied files. ``grow`` is called with numbers of bytes before they are written.
+
+    Raises:
+        OSError: a file can't be read or written.
+    """
+    os.mkdir(target)
+    into = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for layer in layers:
+            source = os.open(layer, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                _merge_folder(source, into, owner, grow)
+            finally:
+                os.close(source)
+        own(b".", into, owner)
+        os.fchmod(into, 0o755)
+    finally:
+        os.close(into)
+
+
+def _merge_folder(source: int, into: int, owner: int, grow: Callable[[int], None]) -> None:
+    names = [os.fsencode(name) for name in os.listdir(source)]
+    if OPAQUE in names:
+        for below in os.listdir(into):
+            remove(os.fsencode(below), into)
+    for name in names:
+        if name.startswith(WHITEOUT) and name != OPAQUE:
+            remove(name.removeprefix(WHITEOUT), into)
+    for name in names:
+        if not name.startswith(WHITEOUT):
+            _merge_entry(name, source, into, owner, grow)
+
+
+def _merge_entry(
+    name: bytes, source: int, into: int, owner: int, grow: Callable[[int], None]
+) -> None:
+    status = os.stat(name, dir_fd=source, follow_symlinks=False)
+    grow(ENTRY_BYTES + (status.st_size if stat.S_ISREG(status.st_mode) else 0))
+    if stat.S_ISDIR(status.st_mode):
+        if not is_folder(name, into):
+            remove(name, into)
+            os.mkdir(name, 0o700, dir_fd=into)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        below, target = os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=into)
+        try:
+            _merge_folder(below, target, owner, grow)
+            # The pool's user must be able to write to its own folders.
+            os.fchmod(target, (status.st_mode & 0o777) | 0o700)
+        finally:
+            os.close(below)
+            os.close(target)
+    elif stat.S_ISLNK(status.st_mode):
+        remove(name, into)
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=into)
+    elif stat.S_ISREG(status.st_mode):
+        remove(name, into)
+        _copy_file(name, source, into, status)
+    else:
+        return
+    own(name, into, owner)
+
+
+def _copy_file(name: bytes, source: int, into: int, status: os.stat_result) -> None:
+    reading = os.O_RDONLY | os.O_NOFOLLOW
+    writing = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with (
+        open(os.open(name, reading, dir_fd=source), "rb") as original,
+        open(os.open(name, writing, 0o600, dir_fd=into), "wb") as copy,
+    ):
+        shutil.copyfileobj(original, copy)
+        os.fchmod(copy.fileno(), status.st_mode & 0o777)
+        os.utime(copy.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def is_folder(name: bytes, folder: int) -> bool:
+    """Return whether there is a folder of this name; a link to one is none."""
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def remove(name: bytes, folder: int) -> None:
+    """Remove a file, a link, or a folder with its content, if there is one."""
+    if name in (b"", b".", b".."):
+        return
+    if is_folder(name, folder):
+        shutil.rmtree(name, dir_fd=folder)
+        return
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+
+
+def own(name: bytes, folder: int, owner: int) -> None:
+    """Give a file to a user, unless it is user 0."""
+    if owner:
+        os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)

@@ -9,8 +9,8 @@ import attrs
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, Page, PageTable, Prefix
 from primerl.rollout.engines.transformers.routing import RequestRoutes
 from primerl.rollout.engines.transformers.snapshots import (
-    Snapshot,
     StateRows,
+    StateSnapshot,
     next_cut,
     snapshot_point,
 )
@@ -286,7 +286,7 @@ class Scheduler:
         self,
         request: BatchedRequest,
         prefix: Prefix,
-        snapshot: Snapshot | None,
+        snapshot: StateSnapshot | None,
         copies: list[PageCopy],
     ) -> bool:
         """Give a request pages for all its tokens; return whether there are enough."""

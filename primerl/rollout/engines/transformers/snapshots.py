@@ -17,7 +17,7 @@ SEGMENT_TOKENS = 512
 
 
 @attrs.frozen(eq=False)
-class Snapshot:
+class StateSnapshot:
     """The state after all tokens of the pages before ``page``, and ``tokens`` of ``page``."""
 
     row: int
@@ -34,7 +34,7 @@ class StateRows:
 
     def __init__(self, rows: int) -> None:
         self._free = list(range(rows - 1, -1, -1))
-        self._snapshots: OrderedDict[Page, Snapshot] = OrderedDict()
+        self._snapshots: OrderedDict[Page, StateSnapshot] = OrderedDict()
         self.copies: list[tuple[int, int]] = []
         """Rows to be copied before the next forward pass, in order: ``(source, target)``."""
 
@@ -49,7 +49,7 @@ class StateRows:
         """Free a request's row."""
         self._free.append(row)
 
-    def resume(self, snapshot: Snapshot) -> int:
+    def resume(self, snapshot: StateSnapshot) -> int:
         """Return a row for a request that begins with the state of a snapshot."""
         self._snapshots.move_to_end(snapshot.page)
         row = self.take()
@@ -73,10 +73,10 @@ class StateRows:
             return
         if known is not None:
             self._free.append(known.row)
-        self._snapshots[page] = Snapshot(row, page, tokens)
+        self._snapshots[page] = StateSnapshot(row, page, tokens)
         self._snapshots.move_to_end(page)
 
-    def find(self, prefix: Prefix, prompt_length: int) -> tuple[Prefix, Snapshot | None]:
+    def find(self, prefix: Prefix, prompt_length: int) -> tuple[Prefix, StateSnapshot | None]:
         """Return the part of ``prefix`` up to its last token with a snapshot, and the snapshot.
 
         The prefix is pending if another request is about to compute the prompt's own snapshot.

@@ -138,7 +138,8 @@ def mixed_cache_logprobs(models, prompt, completion, temperature):
         for (start, end), version in zip(spans, completion.versions.tolist(), strict=True):
             # By position: the cache's name depends on the version of transformers.
             row = torch.tensor([tokens[start:end]])
-            logits = models[version](row, None, None, cache, use_cache=True).logits[0, -1:]
+            positions = torch.arange(start, end).unsqueeze(0)  # Bamba's default is wrong
+            logits = models[version](row, None, positions, cache, use_cache=True).logits[0, -1:]
             label = torch.tensor([tokens[end]])
             logprobs.append(loss.token_logprobs(logits, label, temperature=temperature))
     return torch.cat(logprobs)

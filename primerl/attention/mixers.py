@@ -151,17 +151,26 @@ def mix_by_document(model: nn.Module, base: Any = DocumentMixer) -> None:
     for name, mixer in named_mixers(model):
         if isinstance(mixer, DocumentMixer):
             continue
-        family: Any = type(mixer)
-        kind = _by_document(base, family)
-        replaced: DocumentMixer = kind.__new__(kind)
-        vars(replaced).update(vars(mixer), handed_over=None)
+        replaced = combined_module(base, mixer, handed_over=None)
         model.set_submodule(name, replaced)
         layer = model.get_submodule(name.rpartition(".")[0])
         layer.register_forward_pre_hook(_Handover(replaced), with_kwargs=True)
 
 
+def combined_module(base: Any, module: nn.Module, **attributes: Any) -> Any:
+    """Make a module of class ``base`` and of a model's module, with the attributes of the latter.
+
+    Parameters and submodules are shared; methods of ``base`` come before those of the model's.
+    """
+    family: Any = type(module)
+    kind = _combined(base, family)
+    replaced: nn.Module = kind.__new__(kind)
+    vars(replaced).update(vars(module), **attributes)
+    return replaced
+
+
 @functools.cache
-def _by_document(base: Any, family: Any) -> Any:
+def _combined(base: Any, family: Any) -> Any:
     return type(family.__name__, (base, family), {})
 
 

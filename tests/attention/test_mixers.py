@@ -48,9 +48,7 @@ def test_names_and_hooks_of_a_mixer_stay():
 def test_a_mixer_without_its_documents_is_refused():
     model = tiny_family("mamba2", num_heads=8)
     mixer = model.backbone.layers[0].mixer
-    kind = mixers._by_document(mixers.DocumentMixer, type(mixer))
-    replaced = kind.__new__(kind)
-    vars(replaced).update(vars(mixer), handed_over=None)
+    replaced = mixers.combined_module(mixers.DocumentMixer, mixer, handed_over=None)
     documents = lay_out((Document(0, 2), Document(2, 4)))
 
     with require_documents(documents), pytest.raises(ValueError, match="does not receive"):

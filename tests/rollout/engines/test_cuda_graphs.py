@@ -32,7 +32,9 @@ def paged(model):
     """Switch a copy of the model to pages; return it with a cache."""
     served = copy.deepcopy(model).requires_grad_(False)
     switch_to_pages(served)
-    return NextTokenLogits(served), PagedCache(find_shapes(served).shapes, pages=PAGES)
+    return NextTokenLogits(served), PagedCache(
+        find_shapes(served).shapes, device=torch.device("cpu"), pages=PAGES
+    )
 
 
 class Repeated:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
 from primerl.rollout.engines.transformers.scheduler import BatchedRequest, Scheduler
+from primerl.rollout.engines.transformers.snapshots import SEGMENT_TOKENS, StateRows
 from primerl.types import SamplingParams
 
 
@@ -21,13 +22,21 @@ def request(tokens, max_tokens=4):
 
 
 class FakeModel:
-    """Plays the forward pass: notes what each place in the cache holds, and checks what is read."""
+    """Plays the forward pass: notes what each place in the cache holds, and checks what is read.
 
-    def __init__(self, *, pages, max_concurrent=8, max_step_tokens=64, seed=0):
+    With ``state_rows``, the model has recurrent states, too.
+    """
+
+    def __init__(self, *, pages, max_concurrent=8, max_step_tokens=64, seed=0, state_rows=0):
         self.scheduler = Scheduler(
-            PageTable(pages), max_concurrent=max_concurrent, max_step_tokens=max_step_tokens
+            PageTable(pages),
+            max_concurrent=max_concurrent,
+            max_step_tokens=max_step_tokens,
+            states=StateRows(state_rows) if state_rows else None,
         )
         self.stored = {}
+        self.states = {}
+        self.cuts = {}
         self.rng = random.Random(seed)
         self.weights = 0
         self.computed = 0
@@ -42,6 +51,9 @@ class FakeModel:
                 value = self.stored[copy.source.index * PAGE_TOKENS + place]
                 self.stored[copy.target.index * PAGE_TOKENS + place] = value
         self.scheduler.release_sources(plan)
+        for source, target in plan.state_copies:
+            self.states[target] = self.states[source]
+        self.mix(plan)
         written = set()
         for chunk in plan.all_chunks:
             one = chunk.request
@@ -66,6 +78,21 @@ class FakeModel:
                 self.scheduler.finish(one)
                 one.done.set_result("length")
         return plan
+
+    def mix(self, plan):
+        """Note of which tokens, and weights, each row holds the state."""
+        if self.scheduler._states is None:
+            assert not plan.state_copies
+            return
+        rows = [chunk.request.state for chunk in plan.all_chunks]
+        assert len({*rows}) == len(rows), "two requests write to one state"
+        for chunk in plan.all_chunks:
+            one = chunk.request
+            state = self.states[one.state] if one.computed else ((), set())
+            assert state[0] == tuple(one.tokens[: one.computed]), "a state is of other tokens"
+            end = one.computed + chunk.count
+            self.states[one.state] = (tuple(one.tokens[:end]), state[1] | {self.weights})
+            self.cuts.setdefault(one, []).append(end)
 
     def submit(self, *requests):
         self.scheduler.waiting.extend(requests)
@@ -190,17 +217,98 @@ def test_a_page_with_keys_of_two_versions_is_not_found():
     assert (found.pages, found.partial, found.pending) == ([], None, False)
 
 
+def test_a_group_shares_the_state_at_the_last_page_end_of_its_prompt():
+    model = FakeModel(pages=64, max_step_tokens=600, state_rows=16)
+    group = [request([n % 7 for n in range(100)], max_tokens=2) for _ in range(8)]
+    model.submit(*group)
+
+    first, second, third = model.step(), model.step(), model.step()
+
+    assert [chunk.count for chunk in first.chunks] == [96]
+    assert [chunk.count for chunk in second.chunks] == [4] * 8
+    assert len(second.state_copies) == 8  # to the snapshot, and from it to seven requests
+    assert len(third.decoding) == 8
+    assert not model.scheduler.running
+
+
+def test_a_turn_goes_on_from_the_state_after_the_one_before():
+    model = FakeModel(pages=64, max_step_tokens=600, state_rows=16)
+    first = request([n % 7 for n in range(50)], max_tokens=20)
+    model.submit(first)
+    model.run()
+    before = model.computed
+
+    model.submit(request([*first.tokens, 1, 2, 3], max_tokens=1))
+    model.run()
+
+    assert model.computed - before == 4  # the last token that was sampled, and three new ones
+
+
+def test_a_prompt_is_cut_at_the_same_tokens_whatever_is_computed_beside_it():
+    prompt = [n % 7 for n in range(SEGMENT_TOKENS + 100)]
+    cuts = []
+    for beside in (0, 3, 7):
+        model = FakeModel(pages=256, max_step_tokens=SEGMENT_TOKENS + 8, state_rows=16)
+        model.submit(*(request([n] * (40 + n), max_tokens=9) for n in range(beside)))
+        model.step()
+        asked = request(prompt, max_tokens=1)
+        model.submit(asked)
+        model.run()
+        cuts.append(model.cuts[asked])
+
+    assert cuts == [[SEGMENT_TOKENS, SEGMENT_TOKENS + 96, SEGMENT_TOKENS + 100]] * 3
+
+
+def test_the_least_recently_used_snapshot_goes_first():
+    model = FakeModel(pages=64, max_step_tokens=600, max_concurrent=1, state_rows=3)
+    prompts = [[n] * 40 for n in range(3)]
+    for prompt in prompts:  # each leaves two snapshots, at a page end of the prompt and at its end
+        model.submit(request(prompt, max_tokens=1))
+        model.run()
+    before = model.computed
+    model.submit(request(prompts[2], max_tokens=1))
+    model.run()
+    assert model.computed - before == 8
+    model.submit(request(prompts[0], max_tokens=1))
+    model.run()
+    assert model.computed - before == 8 + 40
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_after_an_update_no_state_of_older_weights_is_found(recompute):
+    model = FakeModel(pages=64, max_step_tokens=600, state_rows=16)
+    running = request([1] * 70, max_tokens=40)
+    model.submit(running)
+    for _ in range(5):
+        model.step()
+    scheduler = model.scheduler
+    scheduler.recompute_all() if recompute else scheduler.forget_prefixes()
+    model.weights = 1
+    model.step()
+    assert model.states[running.state][1] == ({1} if recompute else {0, 1})
+    model.run()
+    later = request([1] * 70, max_tokens=2)
+    model.submit(later)
+    model.step()
+
+    assert model.states[later.state][1] == {1}
+
+
 @settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(data):
+@given(data=st.data(), stateful=st.booleans())
+def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(data, stateful):
     """Arrivals, cancellations, updates and evictions; prompts of three tokens often begin alike."""
     draw = data.draw
     pages = draw(st.integers(6, 24))
+    most = draw(st.integers(1, 6))
+    tokens = draw(st.sampled_from([8, 40, 100]))
+    rows = most + draw(st.integers(1, 6)) if stateful else 0
     model = FakeModel(
         pages=pages,
-        max_concurrent=draw(st.integers(1, 6)),
-        max_step_tokens=draw(st.sampled_from([8, 40, 100])),
+        max_concurrent=most,
+        max_step_tokens=SEGMENT_TOKENS + tokens if stateful else tokens,
         seed=draw(st.integers(0, 9)),
+        state_rows=rows,
     )
     rng = random.Random(draw(st.integers(0, 2**16)))
     everyone = []
@@ -232,6 +340,10 @@ def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(dat
     table = model.scheduler.pages
     assert table.used == 0
     assert sorted([*table._free, *(page.index for page in table._idle)]) == [*range(1, pages + 1)]
+    if stateful:
+        states = model.scheduler._states
+        kept = [snapshot.row for snapshot in states._snapshots.values()]
+        assert sorted([*states._free, *kept]) == [*range(rows)]
 
 
 def test_ten_thousand_requests_leave_nothing():

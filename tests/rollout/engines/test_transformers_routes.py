@@ -14,6 +14,7 @@ from served_models import generate_all, in_flight, most_sampled, perturbed, prom
 
 from primerl import replay, rollout, testing, weights
 from primerl.rollout.engines.contract import check_routes
+from primerl.testing.families import tiny_family
 from primerl.types import Rollout, SamplingParams
 
 
@@ -254,3 +255,19 @@ def test_an_engine_that_does_not_start_leaves_no_hooks():
     assert not any(
         module._forward_hooks or module._forward_pre_hooks for module in engine._model.modules()
     )
+
+
+def test_routes_of_requests_that_go_on_from_a_snapshot_of_recurrent_states():
+    model, store = perturbed(tiny_family("lfm2_moe").eval(), 7), RecordingStore()
+    asked = [[2 + n % 50 for n in range(40)]] * 3
+    params = SamplingParams(max_tokens=6)
+    with engine_with_routes(model, store) as engine:
+        completions = asyncio.run(generate_all(engine, [(one, params) for one in asked]))
+        turn = [*asked[0], *completions[0].token_ids.tolist(), 5]
+        completions += asyncio.run(generate_all(engine, [(turn, params)]))
+        hits = engine.metrics()["this process"]["vllm:prefix_cache_hits_total"]
+
+    assert hits == 2 * 32 + 45
+    for prompt, completion in zip([*asked, turn], completions, strict=True):
+        (reference,) = completion.routes
+        check_rows([model], prompt, completion, store.puts[int(reference.removeprefix("fake:"))])

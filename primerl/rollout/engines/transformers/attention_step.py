@@ -21,6 +21,7 @@ from primerl.rollout.engines.transformers.attention_scores import (
 )
 from primerl.rollout.engines.transformers.kv_cache import DecodingRows, PagedCache
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS
+from primerl.rollout.engines.transformers.recurrent_states import MixRows, StateStep
 from primerl.rollout.engines.transformers.scheduler import BatchedRequest, Chunk
 from primerl.rollout.engines.transformers.transfers import to_device
 
@@ -61,12 +62,14 @@ class AttentionStep:
         slots: where in the cache each token's key and value go, int64[t].
         parts: the tokens, in order. More tokens may follow, of nobody.
         chunks: the same tokens by request, for the indexers of sparse attention.
+        states: the recurrent states, if the model has such states.
     """
 
     cache: PagedCache
     slots: Int[Tensor, " t"]
     parts: Sequence[Part]
     chunks: Sequence[Chunk] = ()
+    states: StateStep | None = None
     calls: int = 0
     """How many layers have been computed."""
 
@@ -96,6 +99,13 @@ class AttentionStep:
             results.append(query.new_zeros(query.shape[2] - start, query.shape[1], value.shape[3]))
         attended = results[0] if len(results) == 1 else torch.cat(results)
         return attended.unsqueeze(0).contiguous()
+
+    def mix(
+        self, mixer: int, hidden: Float[Tensor, "1 t h"], run: MixRows
+    ) -> Float[Tensor, "1 t h"]:
+        """Run a mixer on each request's tokens, from its states on."""
+        assert self.states is not None
+        return self.states.mix(mixer, hidden, run)
 
     def store_index_keys(self, keys: Float[Tensor, "1 1 t d"]) -> list[IndexedRequest]:
         """Store an indexer's keys; return where each request's tokens and keys are."""

@@ -27,6 +27,7 @@ from primerl.rollout.engines.transformers.cuda_graphs import CaptureFailed, Deco
 from primerl.rollout.engines.transformers.kv_cache import DecodingBatch, PagedCache
 from primerl.rollout.engines.transformers.model_attention import ShapeProbe, attending
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.recurrent_states import StateStep, StateTable
 from primerl.rollout.engines.transformers.routing import BatchRoutes, write_routes
 from primerl.rollout.engines.transformers.sampling import sample_tokens, uniform
 from primerl.rollout.engines.transformers.scheduler import (
@@ -35,6 +36,7 @@ from primerl.rollout.engines.transformers.scheduler import (
     NextStep,
     Scheduler,
 )
+from primerl.rollout.engines.transformers.snapshots import StateRows
 from primerl.rollout.engines.transformers.transfers import to_device
 from primerl.rollout.errors import summary
 from primerl.types import PolicyVersion
@@ -55,6 +57,7 @@ class Decoder:
         failure: the error of an update of an earlier decoder, if it failed.
         routes: the expert routes of forward passes, if they are recorded.
         graphs: the decoding steps as CUDA graphs, if they are used.
+        states: the recurrent states, if the model has such states.
     """
 
     def __init__(
@@ -70,14 +73,19 @@ class Decoder:
         failure: RuntimeError | None = None,
         routes: BatchRoutes | None = None,
         graphs: DecodingGraphs | None = None,
+        states: StateTable | None = None,
     ) -> None:
         self.version = version
         self.failure = failure
         """The error of a failed update: it may have changed some weights, so none are used."""
         self._model = model
         self._cache = cache
+        self._states = states
         self._scheduler = Scheduler(
-            pages, max_concurrent=max_concurrent, max_step_tokens=max_step_tokens
+            pages,
+            max_concurrent=max_concurrent,
+            max_step_tokens=max_step_tokens,
+            states=None if states is None else StateRows(states.rows),
         )
         self._batch = DecodingBatch(cache)
         self._recompute = recompute
@@ -230,6 +238,8 @@ class Decoder:
             self._fail_all(str(self.failure), self.failure.__cause__)
             return
         plan = self._scheduler.plan()
+        if self._states is not None:
+            self._states.copy(plan.state_copies)
         chunks = plan.all_chunks
         if not chunks:
             return
@@ -255,7 +265,8 @@ class Decoder:
         parts += [PromptChunk(self._cache, chunk) for chunk in plan.chunks]
         chunks = [Chunk(request, 1) for request in decoding] + plan.chunks
         ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
-        step = AttentionStep(self._cache, self._slots(chunks), parts, chunks)
+        states = None if self._states is None else StateStep(self._states, chunks)
+        step = AttentionStep(self._cache, self._slots(chunks), parts, chunks, states)
         logits = self._forward(chunks, step, ends)
         if self._routes is not None:
             self._record(plan, chunks, self._routes)

@@ -31,9 +31,15 @@ from primerl.rollout.engines.transformers.decoder import (
 from primerl.rollout.engines.transformers.kv_cache import PagedCache
 from primerl.rollout.engines.transformers.model_attention import switch_to_pages
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.recurrent_states import (
+    StateTable,
+    round_decays,
+    state_bytes,
+)
 from primerl.rollout.engines.transformers.routing import BatchRoutes, Capture, RequestRoutes
 from primerl.rollout.engines.transformers.sampling import RequestKeys
 from primerl.rollout.engines.transformers.scheduler import BatchedRequest
+from primerl.rollout.engines.transformers.snapshots import SEGMENT_TOKENS
 from primerl.rollout.engines.transformers.support import refuse_unsupported, rope_limit
 from primerl.types import Completion, PolicyVersion, SamplingParams
 
@@ -45,6 +51,10 @@ STEP_TOKENS = 512
 # The share of the free memory that the cache takes, unless its size is given. The rows of decoding
 # requests can take twice as much again.
 CACHE_SHARE = 0.15
+# For each request that can be decoded, the rows for recurrent states: its own, and a snapshot.
+STATE_ROWS = 2
+# The least memory that a token takes, if the model has no attention.
+BOOKKEEPING_BYTES = 64
 # The bodies of ``update_in_place`` that the current task or thread is in.
 _BODIES: ContextVar[tuple[object, ...]] = ContextVar("primerl_update_in_place", default=())
 
@@ -147,13 +157,16 @@ class TransformersEngine:
         switch_to_pages(served)
         if dtype is not None and not share_weights:
             _round_parameters(served, dtype)
+            round_decays(served, dtype)
         self._model = served
         text: Any = served.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
         self._positions = rope_limit(served.config)
         self._recompute = on_update == "recompute"
         self._max_concurrent = max_concurrent
-        self._shapes = find_shapes(served).shapes
+        probe = find_shapes(served)
+        self._shapes, self._state_examples = probe.shapes, probe.states
+        self._limit_states()
         self._cache_tokens = self._most_tokens() if cache_tokens is None else cache_tokens
         self._keys = RequestKeys(seed)
         self._version = version
@@ -204,13 +217,17 @@ class TransformersEngine:
         refuse_inference_mode()
         if self._decoder is not None:
             raise RuntimeError("the engine is already running")
+        states = None
         with ExitStack() as on_failure:
             if self._capture is not None:
                 self._recorder = BatchRoutes(self._model, self._capture)
                 on_failure.callback(self._recorder.close)
             pages = -(-self._cache_tokens // PAGE_TOKENS)
             try:
-                cache = PagedCache(self._shapes, pages=pages)
+                cache = PagedCache(self._shapes, device=self._device(), pages=pages)
+                if self._state_examples:
+                    rows = STATE_ROWS * self._max_concurrent
+                    states = StateTable(self._state_examples, rows=rows)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise RuntimeError(
                     f"the engine did not start: a cache of {self._cache_tokens} tokens does not "
@@ -223,12 +240,13 @@ class TransformersEngine:
             cache,
             PageTable(pages),
             max_concurrent=self._max_concurrent,
-            max_step_tokens=max(STEP_TOKENS, self._max_concurrent),
+            max_step_tokens=self._step_tokens(),
             recompute=self._recompute,
             version=self.version,
             failure=self._failure,
             routes=self._recorder,
             graphs=self._make_graphs(model, cache),
+            states=states,
         )
         self._decoder.start()
         # The loop's thread keeps the decoder alive, but not an engine that nobody closed.
@@ -403,6 +421,9 @@ class TransformersEngine:
     def _make_graphs(self, model: NextTokenLogits, cache: PagedCache) -> DecodingGraphs | None:
         if not self._cuda_graphs or cache.device.type != "cuda" or self.routes is not None:
             return None
+        if self._state_examples:
+            log.info("the model is decoded without CUDA graphs: it has recurrent states")
+            return None
         graphs = DecodingGraphs(model, cache)
         if obstacle := graphs.obstacle():
             log.info("the model is decoded without CUDA graphs: %s", obstacle)
@@ -428,10 +449,36 @@ class TransformersEngine:
 
     def _most_tokens(self) -> int:
         """Return how many tokens the cache can hold, or all requests together can have."""
-        each = sum(shape.token_bytes for shape in self._shapes)
-        free = free_memory(next(self._model.parameters()).device)
-        fit = max(PAGE_TOKENS, int(CACHE_SHARE * free) // each)
+        each = max(BOOKKEEPING_BYTES, sum(shape.token_bytes for shape in self._shapes))
+        states = self._max_concurrent * STATE_ROWS * state_bytes(self._state_examples)
+        fit = max(PAGE_TOKENS, (self._cache_bytes() - states) // each)
         return min(fit, self._max_concurrent * (self._positions or fit))
+
+    def _limit_states(self) -> None:
+        """Decode fewer requests together if their states would take most of the cache's memory."""
+        each = STATE_ROWS * state_bytes(self._state_examples)
+        fit = max(1, self._cache_bytes() // 2 // each) if each else self._max_concurrent
+        if fit < self._max_concurrent:
+            log.warning(
+                "at most %d requests are decoded together instead of %d: the recurrent states of "
+                "one, and of a snapshot, take %d bytes",
+                *(fit, self._max_concurrent, each),
+            )
+            self._max_concurrent = fit
+
+    def _cache_bytes(self) -> int:
+        """Return how much memory the cache may take."""
+        return int(CACHE_SHARE * free_memory(self._device()))
+
+    def _device(self) -> torch.device:
+        device: torch.device = next(self._model.parameters()).device
+        return device
+
+    def _step_tokens(self) -> int:
+        """Return how many tokens a forward pass may process: with states, a whole segment too."""
+        if self._state_examples:
+            return SEGMENT_TOKENS + self._max_concurrent
+        return max(STEP_TOKENS, self._max_concurrent)
 
     def _check(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:

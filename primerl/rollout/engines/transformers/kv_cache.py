@@ -55,23 +55,22 @@ class PagedCache:
     """The keys and values of all pages.
 
     Args:
-        shapes: the shape of each layer.
+        shapes: the shape of each layer; none if the model has no attention.
+        device: where keys and values are.
         pages: the number of pages, without page 0, which stays empty and fills up shorter tables.
 
     Raises:
         MemoryError: they don't fit into the memory.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], *, pages: int) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], *, device: torch.device, pages: int) -> None:
         self.shapes = list(shapes)
+        self.device = device
         tokens = (pages + 1) * PAGE_TOKENS
-        self.layers = [_zeros((one.heads, tokens, one.width), one) for one in shapes]
+        self.layers = [
+            allocate_zeros((one.heads, tokens, one.width), one.dtype, one.device) for one in shapes
+        ]
         """For each layer ``[heads, tokens, width]``."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where keys and values are."""
-        return self.shapes[0].device
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Copy the first tokens of pages, one after another."""
@@ -156,7 +155,8 @@ class DecodingRows:
         wanted = max(rows, 2 * have)
         grown = []
         for number, shape in enumerate(self._cache.shapes):
-            layer = _zeros((wanted, shape.heads, self.room, shape.width), shape)
+            size = (wanted, shape.heads, self.room, shape.width)
+            layer = allocate_zeros(size, shape.dtype, shape.device)
             if have:
                 layer[:have] = self.layers[number]
             grown.append(layer)
@@ -203,10 +203,9 @@ def _room(tokens: int) -> int:
     return room
 
 
-def _zeros(shape: tuple[int, ...], layer: LayerShape) -> Tensor:
+def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Make zeros; on a CPU, memory is taken only where something is written."""
-    if layer.device.type != "cpu":
-        return torch.zeros(shape, dtype=layer.dtype, device=layer.device)
-    size = layer.dtype.itemsize
-    plain = np.zeros((*shape[:-1], shape[-1] * size), np.uint8)
-    return torch.from_numpy(plain).view(layer.dtype)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    plain = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
+    return torch.from_numpy(plain).view(dtype)

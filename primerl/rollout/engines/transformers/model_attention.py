@@ -19,6 +19,11 @@ from primerl._common.optional import require
 from primerl.rollout.engines.transformers.attention_scores import Scoring
 from primerl.rollout.engines.transformers.attention_step import AttentionStep, IndexedRequest
 from primerl.rollout.engines.transformers.kv_cache import LayerShape
+from primerl.rollout.engines.transformers.recurrent_states import (
+    MixRows,
+    States,
+    switch_to_states,
+)
 from primerl.rollout.engines.transformers.sparse_keys import PagedIndexer
 
 PAGED_ATTENTION = "primerl_paged"
@@ -57,6 +62,7 @@ def switch_to_pages(model: nn.Module) -> None:
             (indexer,) = getattr(indexer, "wrapped", (indexer,))
             module.set_submodule("indexer", PagedIndexer(indexer, _STEP.get))
             sparse = True
+    switch_to_states(model, _STEP.get)
     name = SPARSE_ATTENTION if sparse else PAGED_ATTENTION
     transformers.AttentionInterface.register(name, _paged_attention)
     transformers.AttentionMaskInterface.register(name, _no_mask if sparse else _window_as_mask)
@@ -131,9 +137,18 @@ def _refuse_other_attention(module: nn.Module, mask: Tensor | None, asked: dict[
 
 @attrs.define(eq=False)
 class ShapeProbe:
-    """In place of an ``AttentionStep``: finds the shape of each layer's keys and values."""
+    """In place of an ``AttentionStep``: finds the shapes of keys, values and recurrent states."""
 
     shapes: list[LayerShape] = attrs.Factory(list)
+    states: list[States] = attrs.Factory(list)
+    """The states of each mixer for one request."""
+
+    def mix(self, mixer: int, hidden: Tensor, run: MixRows) -> Tensor:
+        """Run a mixer on all tokens, and note its states."""
+        assert mixer == len(self.states), "mixers run in the order of their names"
+        mixed, states = run(hidden, torch.arange(hidden.shape[1]).unsqueeze(0), [])
+        self.states.append(states)
+        return mixed
 
     def store_index_keys(self, keys: Tensor) -> list[IndexedRequest]:
         """Note the shape of an indexer's keys."""

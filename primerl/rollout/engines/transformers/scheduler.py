@@ -8,6 +8,12 @@ import attrs
 
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, Page, PageTable, Prefix
 from primerl.rollout.engines.transformers.routing import RequestRoutes
+from primerl.rollout.engines.transformers.snapshots import (
+    StateRows,
+    StateSnapshot,
+    next_cut,
+    snapshot_point,
+)
 from primerl.types import SamplingParams
 
 
@@ -36,6 +42,8 @@ class BatchedRequest:
     """The epoch of the page table when the pages were assigned."""
     computed: int = 0
     """How many tokens have keys and values."""
+    state: int | None = None
+    """If the model has recurrent states: the row of those after the tokens computed so far."""
     routes: RequestRoutes | None = None
 
     @property
@@ -83,12 +91,14 @@ class NextStep:
         chunks: parts of prompts.
         reallocated: pages to be erased first.
         copies: pages to be copied next.
+        state_copies: rows of recurrent states to be copied, in order: ``(source, target)``.
     """
 
     decoding: list[BatchedRequest]
     chunks: list[Chunk]
     reallocated: list[int]
     copies: list[PageCopy]
+    state_copies: list[tuple[int, int]]
 
     @property
     def all_chunks(self) -> list[Chunk]:
@@ -106,10 +116,19 @@ class Scheduler:
         pages: the pages of the cache.
         max_concurrent: how many requests run at a time.
         max_step_tokens: how many tokens a step processes.
+        states: the rows of recurrent states, if the model has such states.
     """
 
-    def __init__(self, pages: PageTable, *, max_concurrent: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: PageTable,
+        *,
+        max_concurrent: int,
+        max_step_tokens: int,
+        states: StateRows | None = None,
+    ) -> None:
         self.pages = pages
+        self._states = states
         self.waiting: deque[BatchedRequest] = deque()
         self.running: list[BatchedRequest] = []
         self.reused_tokens = 0
@@ -131,7 +150,10 @@ class Scheduler:
         copies: list[PageCopy] = []
         self._admit(budget, decoding, chunks, copies)
         reallocated, self.pages.reallocated = self.pages.reallocated, []
-        return NextStep(decoding, chunks, reallocated, copies)
+        state_copies: list[tuple[int, int]] = []
+        if self._states is not None:
+            state_copies, self._states.copies = self._states.copies, []
+        return NextStep(decoding, chunks, reallocated, copies, state_copies)
 
     def release_sources(self, plan: NextStep) -> None:
         """Release the pages that ``plan`` copies from, after they have been copied."""
@@ -149,6 +171,8 @@ class Scheduler:
                 whole = page.computed == PAGE_TOKENS
                 if whole and (number + 1) * PAGE_TOKENS > request.prompt_length:
                     self._list(request, number)
+            if request.computed == snapshot_point(request.prompt_length):
+                self._keep_state(request, copy=True)
 
     def finish(self, request: BatchedRequest, *, keep: bool = True) -> None:
         """Remove a request; keep its pages for others, if ``keep`` is set.
@@ -158,7 +182,9 @@ class Scheduler:
         if request in self.running:
             self.running.remove(request)
         if keep and request.computed:
-            self._list(request, (request.computed - 1) // PAGE_TOKENS)
+            last = (request.computed - 1) // PAGE_TOKENS
+            self._list(request, last)
+            self._keep_state(request, copy=False)
         self._release(request, keep=keep)
 
     def forget_prefixes(self) -> None:
@@ -202,6 +228,11 @@ class Scheduler:
 
     def _extend(self, request: BatchedRequest, budget: int, chunks: list[Chunk]) -> int:
         count = min(budget, request.remaining)
+        if self._states is not None:
+            cut = next_cut(request.computed, len(request.tokens), request.prompt_length)
+            count = cut - request.computed
+            if count > budget:
+                return 0  # segments are computed whole
         chunks.append(Chunk(request, count))
         end = request.computed + count
         for number in range(request.computed // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
@@ -226,13 +257,16 @@ class Scheduler:
             request = self.waiting.popleft()
             if request.done.done():
                 continue
-            prefix = self.pages.find(request.tokens)
+            prefix, snapshot = self.pages.find(request.tokens), None
+            if self._states is not None:
+                prefix, snapshot = self._states.find(prefix, request.prompt_length)
             if prefix.pending:
                 passed.append(request)
                 continue
-            assigned = self._assign(request, prefix, copies)
+            assigned = self._assign(request, prefix, snapshot, copies)
             if not assigned and prefix.partial is not None:  # its room may be what is missing
-                assigned = self._assign(request, Prefix(prefix.pages), copies)
+                prefix = Prefix(prefix.pages if self._states is None else [])
+                assigned = self._assign(request, prefix, None, copies)
             if not assigned:
                 passed.append(request)
                 break
@@ -248,7 +282,13 @@ class Scheduler:
                 budget -= self._extend(request, budget, chunks)
         self.waiting.extendleft(reversed(passed))
 
-    def _assign(self, request: BatchedRequest, prefix: Prefix, copies: list[PageCopy]) -> bool:
+    def _assign(
+        self,
+        request: BatchedRequest,
+        prefix: Prefix,
+        snapshot: StateSnapshot | None,
+        copies: list[PageCopy],
+    ) -> bool:
         """Give a request pages for all its tokens; return whether there are enough."""
         for page in prefix.pages:
             self.pages.share(page)
@@ -273,9 +313,28 @@ class Scheduler:
             copies.append(PageCopy(prefix.partial, target, prefix.tokens))
             target.filled = target.computed = prefix.tokens
             request.computed += prefix.tokens
+        if self._states is not None:
+            rows = self._states
+            request.state = rows.take() if snapshot is None else rows.resume(snapshot)
         self.queried_tokens += len(request.tokens)
         self.reused_tokens += request.computed
         return True
+
+    def _keep_state(self, request: BatchedRequest, *, copy: bool) -> None:
+        """Make a request's state a snapshot: a copy, or the state itself, which it then lacks."""
+        if self._states is None or request.state is None or not self._can_share(request):
+            return
+        last = (request.computed - 1) // PAGE_TOKENS
+        page, tokens = request.places[last], request.computed - last * PAGE_TOKENS
+        if copy:
+            self._states.keep_copy(request.state, page, tokens)
+        else:
+            self._states.keep(request.state, page, tokens)
+            request.state = None
+
+    def _can_share(self, request: BatchedRequest) -> bool:
+        """Whether a request's keys, values and state are of one version only, the current one."""
+        return request.epoch == self.pages.epoch
 
     def _append(self, request: BatchedRequest, page: Page) -> None:
         request.pages.append(page)
@@ -286,7 +345,7 @@ class Scheduler:
 
         After an update that kept the cache, its keys and values belong to no single version.
         """
-        if request.epoch != self.pages.epoch:
+        if not self._can_share(request):
             return
         parent = request.places[number - 1] if number else None
         start = number * PAGE_TOKENS
@@ -298,3 +357,6 @@ class Scheduler:
     def _release(self, request: BatchedRequest, *, keep: bool) -> None:
         self.pages.release(request.pages, keep=keep)
         request.pages, request.places, request.computed = [], [], 0
+        if request.state is not None and self._states is not None:
+            self._states.give_back(request.state)
+            request.state = None

@@ -4,6 +4,9 @@ from typing import Any
 
 from torch import nn
 
+from primerl.attention.admission import STATEFUL_LAYERS, layer_kinds, named_mixers
+from primerl.rollout.engines.transformers.recurrent_states import unserved_mixer
+
 # Kinds of layers that the engine serves; transformers 5.17 has another name for the last.
 SERVED_LAYERS = frozenset(
     {
@@ -35,13 +38,15 @@ def refuse_unsupported(model: Any) -> None:
 
 
 def _reason(model: nn.Module, config: Any) -> str | None:
-    text = config.get_text_config(decoder=True)
-    lists = (getattr(text, name, None) for name in ("layer_types", "layers_block_type"))
-    kinds = {kind for kinds in lists for kind in kinds or () if isinstance(kind, str)}
-    if unknown := sorted(kinds - SERVED_LAYERS):
+    mixers = [mixer for _, mixer in named_mixers(model)]
+    for mixer in mixers:
+        if reason := unserved_mixer(mixer):
+            return reason
+    served = SERVED_LAYERS | STATEFUL_LAYERS if mixers else SERVED_LAYERS
+    if unknown := sorted(layer_kinds(model) - served):
         return f"has {', '.join(unknown)} layers, which this engine does not support"
-    if getattr(model, "_is_stateful", False):
-        return "has recurrent layers, which this engine does not support"
+    if getattr(model, "_is_stateful", False) and not mixers:
+        return "has recurrent layers of a kind that this engine does not support"
     if config.is_encoder_decoder:
         return "is an encoder with a decoder, which this engine does not support"
     can_switch = getattr(model, "_can_set_attn_implementation", None)

@@ -639,5 +639,5 @@ def test_a_part_of_another_publication_is_refused(tmp_path):
 
 
 def test_the_time_limit_follows_from_the_bytes():
-    assert folder_reader.timeout_of(10**9) == 300.0
-    assert folder_reader.timeout_of(747 * 10**9) == pytest.approx(7470.0)
+    assert publications.timeout_of(10**9) == 300.0
+    assert publications.timeout_of(747 * 10**9) == pytest.approx(7470.0)

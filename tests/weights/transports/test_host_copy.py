@@ -204,9 +204,9 @@ def test_a_receiver_that_is_killed_while_it_adds_tensors(tmp_path, publisher, re
     assert noted(first)["names"] == ["a"]
     copied, real = [], host_copy.CopiedPart._copy
 
-    def copy(part, path, names):
+    def copy(part, step, path, names):
         copied.append(set(names))
-        real(part, path, names)
+        real(part, step, path, names)
 
     monkeypatch.setattr(host_copy.CopiedPart, "_copy", copy)
     assert same_bits(read(first, 1), expected("a", 1))

@@ -7,6 +7,8 @@ import os
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest

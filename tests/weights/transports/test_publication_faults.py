@@ -189,9 +189,9 @@ def test_a_receiver_that_is_killed_with_the_lock_of_a_part(tmp_path, readers, pa
     taken = []
     copy, real = host_copy.CopiedPart._copy, host_copy.CopiedPart._patch
 
-    def copied(part, path, names):
+    def copied(part, step, path, names):
         taken.append((path.parent.name, "full"))
-        copy(part, path, names)
+        copy(part, step, path, names)
 
     def patched(part, step, path, names):
         taken.append((path.parent.name, step.kind))

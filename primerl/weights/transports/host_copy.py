@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -80,10 +81,9 @@ class HostCopy:
                     needs=self._needs,
                     threads=self._threads,
                 )
-        order = list(parts)
-        start = os.getpid() % len(order)
-        rotated = (*order[start:], *order[:start])
-        left = [place for place in rotated if not self._parts[place].try_to_bring_to(parts[place])]
+        # At random, so that not all hosts read from the same trainer's host at the same time.
+        order = random.SystemRandom().sample(list(parts), len(parts))
+        left = [place for place in order if not self._parts[place].try_to_bring_to(parts[place])]
         for place in left:
             try:
                 self._parts[place].bring_to(parts[place], timeout_s=self._timeout_s)

@@ -16,7 +16,7 @@ from primerl._common.ranks import on_first_rank
 from primerl._common.shared_folder import SharedFolder
 from primerl.weights.transports.broadcast_group import address_towards
 from primerl.weights.transports.disk import Disk
-from primerl.weights.transports.file_server import FileServer
+from primerl.weights.transports.publication_server import PublicationServer
 from primerl.weights.transports.publications import FileSource
 from primerl.weights.transports.receipts import Fetcher
 
@@ -88,7 +88,7 @@ class Network(Disk):
         address = address_towards(self._towards, first_host=self._first_host, argument="towards")
         place = SharedFolder(f"publications-{uuid.uuid4().hex}", room=self._room)
         self._opened.callback(place.close)
-        server = FileServer(place.path, address)
+        server = PublicationServer(place.path, address)
         self._opened.callback(server.close)
         return place.path, server.source
 

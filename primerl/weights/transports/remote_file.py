@@ -15,7 +15,7 @@ import attrs
 from primerl._common.files import whole_or_nothing
 from primerl._common.tensor_files import ByteMove, moves_between
 from primerl._common.threads import BoundedThreads
-from primerl.weights.transports.file_server import (
+from primerl.weights.transports.publication_server import (
     REFUSALS,
     REQUEST,
     SENT,

@@ -19,8 +19,8 @@ from waiting import until
 from primerl import models, testing, weights
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl.weights.transports import remote_file
-from primerl.weights.transports.file_server import FileServer
 from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.transports.publication_server import PublicationServer
 from primerl.weights.transports.publications import FileSource, read_manifest
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.remote_file import RemoteFile
@@ -52,7 +52,7 @@ class Host:
     def __init__(self, folder, memory, **settings):
         memory.mkdir()
         self.folder, self.memory = folder, memory
-        self.server = FileServer(memory, "127.0.0.1")
+        self.server = PublicationServer(memory, "127.0.0.1")
         self.publisher = Publisher(
             folder, files=memory, source=self.server.source, **{"encoding": "delta"} | settings
         )
@@ -349,7 +349,7 @@ def test_requests_follow_each_other_and_a_short_one_ends_the_connection(host):
 
 def test_a_reader_that_asks_for_nothing_is_disconnected(host, tmp_path):
     host.server.close()
-    host.server = FileServer(host.memory, "127.0.0.1", ask_s=0.1)
+    host.server = PublicationServer(host.memory, "127.0.0.1", ask_s=0.1)
     with connected(host) as connection:
         connection.sendall(request(host)[:50])
         assert connection.recv(1) == b""
@@ -359,7 +359,7 @@ def test_a_slow_reader_is_disconnected(host, tmp_path):
     with (host.memory / FULL).open("ab") as file:
         file.truncate(1 << 28)  # more than buffers of sockets hold
     host.server.close()
-    host.server = FileServer(host.memory, "127.0.0.1", timeout_s=0.2)
+    host.server = PublicationServer(host.memory, "127.0.0.1", timeout_s=0.2)
     with connected(host) as connection:
         connection.sendall(request(host, size=1 << 28))
         assert connection.recv(1) == b"\0"
@@ -370,7 +370,7 @@ def test_a_slow_reader_is_disconnected(host, tmp_path):
 
 def test_too_many_readers(host, tmp_path):
     host.server.close()
-    host.server = FileServer(host.memory, "127.0.0.1", most_connections=1)
+    host.server = PublicationServer(host.memory, "127.0.0.1", most_connections=1)
     with connected(host) as connection:
         connection.sendall(request(host))
         assert connection.recv(1) == b"\0"

@@ -1,4 +1,4 @@
-"""``FileServer``, which sends published files from a host's memory to other hosts, by TCP.
+"""``PublicationServer``, which sends published files from a host's memory to other hosts, by TCP.
 
 A request has 112 bytes: a token, the name of a file, and the first byte and the number of bytes to
 read. The answer is one byte, and after a zero the bytes of the file. Any other byte says why the
@@ -45,7 +45,7 @@ _POLL_S = 0.1
 _MOST_SENT = 1 << 30  # bytes of one call of sendfile
 
 
-class FileServer:
+class PublicationServer:
     """A server, in threads of this process, of the tensor files of publications in a folder.
 
     While bytes travel, the threads do not hold Python's lock.

@@ -8,9 +8,9 @@ each phase (median of three), the pause of the slowest worker (a part of ``load`
 ``start`` held up training (``held``) of all that a publication beside it took (``beside``), the
 bytes that a rank writes, and how much rank 0's peak memory grew after the first version. A step
 changes 2% of the words. With ``Network``, all bytes go through this machine's loopback interface;
-``test_reading`` measures that alone. Ranks share this machine's cores, so that the seconds of ``encode`` and
-``write`` fall only as far as there are cores; the bytes per rank are what a cluster divides by.
-PUBLICATION_GB sets the size of the larger model.
+``test_reading`` measures that alone. Ranks share this machine's cores, so that the seconds of
+``encode`` and ``write`` fall only as far as there are cores; the bytes per rank are what a cluster
+divides by. PUBLICATION_GB sets the size of the larger model.
 """
 
 import contextlib

@@ -187,7 +187,7 @@ class ByteMove:
     size: int
 
     def continues_with(self, other: "ByteMove") -> bool:
-        """Return whether ``other`` begins where this one ends, in both files."""
+        """Return whether the bytes of ``other`` follow these bytes in both files."""
         return (other.start, other.place) == (self.start + self.size, self.place + self.size)
 
 

@@ -42,7 +42,7 @@ class Network(Disk):
         engines: the engines that serve the model, on rank 0.
         folder: see ``Disk``.
         towards: the name or address of a server's host. Each rank listens on the address from which
-            its own host reaches that one; by default only on this host's loopback address.
+            the rank's host reaches it; by default only on the loopback address.
         encoding: see ``Disk``.
         dtype: see ``Disk``.
         quantize: see ``Disk``.

@@ -71,7 +71,7 @@ class PublicationServer:
         timeout_s: float | None = None,
     ) -> None:
         token = secrets.token_bytes(32)
-        self._server = _Server(
+        self._server = _Listener(
             address,
             folder=folder,
             token=token,
@@ -92,7 +92,7 @@ class PublicationServer:
         self._server.disconnect()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Listener(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False  # ``disconnect`` ends the threads
     request_queue_size = 128
@@ -113,7 +113,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.timeout_s = timeout_s
         self._most_connections = most_connections
         self._connections: set[socket.socket] = set()
-        super().__init__((address, 0), _Connection)
+        super().__init__((address, 0), _RangeHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
         if len(self._connections) < self._most_connections:
@@ -137,10 +137,10 @@ class _Server(socketserver.ThreadingTCPServer):
             shut(connection)
 
 
-class _Connection(socketserver.BaseRequestHandler):
+class _RangeHandler(socketserver.BaseRequestHandler):
     """Answers the requests of one connected reader, one after the other."""
 
-    server: _Server
+    server: _Listener
     request: socket.socket
 
     def handle(self) -> None:

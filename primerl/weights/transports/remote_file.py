@@ -82,7 +82,7 @@ class RemoteFile:
             return
         size = sum(piece.size for piece in pieces)
         limit_s = timeout_of(size)
-        reading = _Reading(self._source, self._name, pieces, target, time.monotonic() + limit_s)
+        reading = _Streams(self._source, self._name, pieces, target, time.monotonic() + limit_s)
         try:
             reading.run(min(self._threads, len(pieces)))
         except _Broken as error:
@@ -96,7 +96,7 @@ class _Broken(Exception):
     """A connection that failed or was refused, told apart from a failure to write."""
 
 
-class _Reading:
+class _Streams:
     """Streams that read pieces of a remote file into a file on this host.
 
     Args:

@@ -23,7 +23,9 @@ def serve(connection, place):
     """Prepare and load the publications that are named, until the connection is closed."""
     torch.set_num_threads(1)
     numbers = {}
-    replica = Replica(lambda name: numbers.setdefault(name, len(numbers)) % WORKERS == place)
+    replica = Replica(
+        lambda name: numbers.setdefault(name, len(numbers)) % WORKERS == place, timeout_s=600.0
+    )
     while (update := connection.recv()) is not None:
         replica.prepare(update)
         connection.send("prepared")
@@ -81,7 +83,7 @@ def peak_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main(folder, width, layers, encoding):
+def main(folder, width, layers, encoding, transport_name):
     torch.set_num_threads(1)
     with parallel.process_group(timeout_s=600.0) as world:
         sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
@@ -90,7 +92,7 @@ def main(folder, width, layers, encoding):
         total = sum(p.numel() * 2 for p in model.parameters())
         parallel.shard(model)
         servers = ServerProcesses(2) if world.is_first else None
-        transport = weights.Disk(
+        transport = getattr(weights, transport_name)(
             model,
             *([servers] if world.is_first else []),
             folder=folder / "w" if world.is_first else None,
@@ -111,7 +113,7 @@ def main(folder, width, layers, encoding):
             held = time.perf_counter() - began
             pending.wait()
             beside.append([held, time.perf_counter() - began])
-        part = folder / "w" / (f"part-{world.rank:04d}" if world.rank else "")
+        part = transport._publisher.files
         written = sum(path.stat().st_size for path in part.glob("*.safetensors"))
         told = [None] * world.world_size
         own = {"written": written, "grown_mb": peak_mb() - before}
@@ -137,4 +139,4 @@ def main(folder, width, layers, encoding):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -19,6 +19,7 @@ import functools
 import os
 import secrets
 import tempfile
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -141,7 +142,7 @@ class Args:
     )
     #: further arguments of this server, such as kv_transfer_config '{...}'
     vllm: dict[str, bool | str] = attrs.field(factory=dict)
-    #: folder for weights and expert routes, shared by all hosts; only for runs on several hosts
+    #: folder for expert routes and manifests of weights, shared by all hosts, if there are several
     shared_folder: str | None = None
     #: nodes that train; a run uses the first number, --dry-run compares all
     nodes: tuple[int, ...] = attrs.field(default=(1,), validator=number(at_least=1))
@@ -484,7 +485,8 @@ def make_optimizer(model: Any, args: Args) -> torch.optim.Optimizer:
 def open_transport(args: Args, model: Any, engine: Any, rollouts: Any) -> Any:
     """Open the transport that publishes weights.
 
-    Servers get deltas of the same bytes that the trainer multiplies with.
+    Servers get deltas of the same bytes that the trainer multiplies with. With several hosts, they
+    read them from the memory of the hosts that train.
     """
     if args.engine == "transformers" and not args.engine_urls:
         return weights.transport_to(model, engine, worker=rollouts)
@@ -493,11 +495,16 @@ def open_transport(args: Args, model: Any, engine: Any, rollouts: Any) -> Any:
     if form is not None:
         experts = fp8.GroupedMatmul(form=form)
         quantize = fp8.CheckpointQuantizer(model, experts=experts, dtype=torch.bfloat16)
+    towards = None
+    if args.shared_folder is not None:
+        servers = [urllib.parse.urlsplit(url).hostname for url in args.engine_urls]
+        towards = servers[0] if servers else os.environ.get("MASTER_ADDR", "127.0.0.1")
     return weights.transport_to(
         model,
         engine,
         worker=rollouts,
         folder=args.shared_folder,
+        towards=towards,
         encoding="delta",
         quantize=quantize,
     )

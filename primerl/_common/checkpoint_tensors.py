@@ -296,6 +296,16 @@ def wire_dtypes(
     return own | {unadapted(name): kind for name, kind in own.items()}
 
 
+def published_bytes(model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None) -> int:
+    """Estimate the bytes of a version; quantized parameters have a scale per 16 or more bytes."""
+    dtypes = wire_dtypes(model, dtype, quantize)
+    quantized = set() if quantize is None else quantize.parameters
+    return sum(
+        tensor.numel() * 5 // 4 if name in quantized else tensor.numel() * dtypes[name].itemsize
+        for name, tensor in distinct_tensors(model).items()
+    )
+
+
 def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if in_adapted_layer(name):
         return whole(tensor.detach())  # merged in the trainer's precision

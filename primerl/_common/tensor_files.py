@@ -178,6 +178,36 @@ def copy_without_tensors(source: Path, target: Path) -> None:
         file.truncate(source.stat().st_size)
 
 
+@attrs.frozen
+class ByteMove:
+    """Bytes of one file and their place in another."""
+
+    start: int
+    place: int
+    size: int
+
+    def continues_with(self, other: "ByteMove") -> bool:
+        """Return whether the bytes of ``other`` follow these bytes in both files."""
+        return (other.start, other.place) == (self.start + self.size, self.place + self.size)
+
+
+def moves_between(source: Path, target: Path, names: Iterable[str]) -> list[ByteMove]:
+    """Return where the bytes of tensors are in two files that have the same tensors.
+
+    Raises:
+        ValueError: a file lacks a tensor, or has it with another dtype or shape.
+    """
+    here, there = read_header(source), read_header(target)
+    moves = []
+    for name in names:
+        span, hole = here.spans.get(name), there.spans.get(name)
+        if span is None or hole is None or span.layout != hole.layout:
+            raise ValueError(f"{source.name} does not fit the version before it: {name}")
+        places = here.start + span.start, there.start + hole.start
+        moves.append(ByteMove(*places, span.layout.nbytes))
+    return moves
+
+
 def copy_tensors(source: Path, target: Path, names: Iterable[str], *, threads: int) -> None:
     """Copy the bytes of tensors from one file to another that has the same tensors.
 
@@ -185,24 +215,20 @@ def copy_tensors(source: Path, target: Path, names: Iterable[str], *, threads: i
         ValueError: a file lacks a tensor, or has it with another dtype or shape.
         OSError: there is no room for the bytes.
     """
-    here, there = read_header(source), read_header(target)
-    copies = []
     with BoundedThreads(threads) as pool:
-        for name in names:
-            span, hole = here.spans.get(name), there.spans.get(name)
-            if span is None or hole is None or span.layout != hole.layout:
-                raise ValueError(f"{source.name} does not fit the version before it: {name}")
-            places = here.start + span.start, there.start + hole.start
-            copies.append(pool.submit(_copy_bytes, source, target, *places, span.layout.nbytes))
+        copies = [
+            pool.submit(_copy_bytes, source, target, move)
+            for move in moves_between(source, target, names)
+        ]
     for copy in copies:
         copy.result()
 
 
-def _copy_bytes(source: Path, target: Path, start: int, place: int, size: int) -> None:
+def _copy_bytes(source: Path, target: Path, move: ByteMove) -> None:
     # Written to the file, not to mapped memory, where a lack of room would end the process.
     with source.open("rb") as reader, target.open("r+b") as writer:
-        writer.seek(place)
-        end = start + size
+        writer.seek(move.place)
+        start, end = move.start, move.start + move.size
         while start < end:
             copied = os.sendfile(writer.fileno(), reader.fileno(), start, end - start)
             if not copied:

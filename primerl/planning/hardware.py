@@ -57,6 +57,9 @@ class Hardware:
     """(d) Bytes/s that a GPU sends to others of its node; (a) says 450."""
     network: float = _speed(44.26e9)
     """(c) Bytes/s that a GPU sends to other nodes, by RDMA."""
+    tcp: float = _speed(8e9)
+    """(d) Bytes/s that a node sends, or receives, by TCP in many streams: two thirds of a link of
+    100 Gbit/s, which many clusters have beside the adapters for RDMA."""
     exchange_s: float = attrs.field(default=20e-6, validator=[ge(0), lt(math.inf)])
     """(d) Seconds of sending a few tokens to their experts, or back, on top of their bytes."""
     disk: float = _speed(2e9)

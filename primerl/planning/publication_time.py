@@ -37,9 +37,14 @@ def publication_times(
     *,
     gathered: Sequence[int],
     published: Sequence[int],
+    serving_nodes: int,
     speeds: Hardware,
 ) -> dict[str, PublicationTime]:
     """Return the times of a ``full`` version and of a ``delta``, by these names.
+
+    The weights stay in the memory of the trainer's hosts. On one host, servers map them there
+    (``weights.SharedMemory``); with several hosts, serving nodes read them by TCP
+    (``weights.Network``).
 
     Args:
         layout: the trainer's ranks.
@@ -47,6 +52,7 @@ def publication_times(
         traffic: the bytes of publications.
         gathered: the bytes of each layer as its owner receives it, in 16 bits.
         published: the bytes of each layer as it is sent.
+        serving_nodes: the number of nodes that serve.
         speeds: the speeds of the machines.
     """
     ranks = range(layout.ranks)
@@ -65,9 +71,16 @@ def publication_times(
     changed = traffic.weights_delta / traffic.weights
     workers = min(server.gpus, layout.gpus_per_node)
     threads = workers * speeds.threads
-    one_host = layout.nodes == 1  # then publications are files in its memory
-    writing = layout.gpus_per_node * speeds.copying if one_host else speeds.disk
-    reading = workers * speeds.copying if one_host else speeds.disk
+    writing = layout.gpus_per_node * speeds.copying
+    one_host = layout.nodes == 1
+
+    def reading(size: float) -> float:
+        """Seconds in which each serving node reads so many bytes of all parts."""
+        if one_host:
+            return size / (workers * speeds.copying)
+        sent = size * serving_nodes * of_node / traffic.weights  # by the node that owns most
+        return max(size, sent) / speeds.tcp
+
     link = speeds.nvlink if one_host else speeds.network
     start = {
         "gather": received / link,
@@ -81,13 +94,13 @@ def publication_times(
     full = {
         "encode": share / speeds.hashing + share / speeds.copying,
         "write": of_node / writing,
-        "read": needed / reading,
+        "read": reading(needed),
         "patch and hash": hashing,
     }
     delta = {
         "encode": share / (speeds.threads * speeds.encoding),
         "write": of_node * changed / writing,
-        "read": traffic.weights_delta / reading,
+        "read": reading(traffic.weights_delta),
         "patch and hash": needed / (threads * speeds.patching) + hashing,
     }
     return {

@@ -122,8 +122,15 @@ def plan_step(
     forward, backward = compute_seconds(config, workload.tokens, speeds, fp8=fp8)
     each = workload.rollouts / layout.ranks
     again = {name: seconds for name, seconds in forward.items() if name != "head"}
+    all_servers = workload.servers + workload.prefill_servers
     publications = publication_times(
-        layout, server, traffic, gathered=gathered, published=published, speeds=speeds
+        layout,
+        server,
+        traffic,
+        gathered=gathered,
+        published=published,
+        serving_nodes=all_servers * -(-server.gpus // layout.gpus_per_node),
+        speeds=speeds,
     )
     full_version = sum(publications["full"].beside.values())
 

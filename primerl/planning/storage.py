@@ -25,12 +25,13 @@ class StoragePlan:
 
     run_folder: dict[str, int]
     shared_folder: dict[str, int]
-    """Weights, expert routes, and keys and values in transit. On one host, this folder is in its
-    ``/dev/shm``."""
+    """Expert routes, and keys and values in transit. On one host, this folder is in its
+    ``/dev/shm``, and also has the weights in transit."""
     models: dict[str, int]
     """The checkpoints from which the trainer and the servers start."""
     training_node: dict[str, int]
-    """Host memory of the training node that needs most."""
+    """Host memory of the training node that needs most. With several nodes, the weights in transit
+    are in its ``/dev/shm``."""
     checkpoint: int
     """Bytes of one checkpoint."""
     serving_node: dict[str, int]
@@ -99,8 +100,21 @@ def plan_storage(
         snapshot_every: every so many versions, one is published in full, as in ``weights.Disk``.
     """
     state = _state_bytes(trainer)
-    versions = 2 * _largest_share(published, trainer.layout)
+    share = _largest_share(published, trainer.layout)
     deltas = snapshot_every - 1
+    in_transit = {
+        "weights: 2 full versions, 1 of them being written": 2 * traffic.weights,
+        f"weights: {deltas} deltas": deltas * traffic.weights_delta,
+    }
+    one_host = trainer.layout.nodes == 1
+    of_node = (
+        {}
+        if one_host
+        else {
+            f"/dev/shm: {name}": size * share // traffic.weights
+            for name, size in in_transit.items()
+        }
+    )
     stored = {"keys and values under 2 versions": 2 * keys_and_values} if keys_and_values else {}
     return StoragePlan(
         checkpoint=state,
@@ -109,11 +123,8 @@ def plan_storage(
             "final model": final_model,
             f"records of {steps} steps": min(step_tokens, RECORD_TOKENS) * RECORD_BYTES * steps,
         },
-        shared_folder={
-            "weights: 2 full versions, 1 of them being written": 2 * traffic.weights,
-            f"weights: {deltas} deltas": deltas * traffic.weights_delta,
-            f"routes of {max_staleness + 1} steps": (max_staleness + 1) * traffic.routes,
-        }
+        shared_folder=(in_transit if one_host else {})
+        | {f"routes of {max_staleness + 1} steps": (max_staleness + 1) * traffic.routes}
         | stored,
         models=dict(models),
         training_node={
@@ -122,8 +133,9 @@ def plan_storage(
             "copy of the checkpoint that is being written": (
                 trainer.layout.gpus_per_node * _rank_state_bytes(trainer)
             ),
-            "2 versions of the weights of owned layers": versions,
-        },
+            "2 versions of the weights of owned layers": 2 * share,
+        }
+        | of_node,
         serving_node={"2 full versions of the weights that its workers need": 2 * served},
     )
 

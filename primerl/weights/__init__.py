@@ -3,6 +3,7 @@
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.disk import Disk
 from primerl.weights.transports.nccl import NCCL
+from primerl.weights.transports.network import Network
 from primerl.weights.transports.receipts import Fetcher, Receipt
 from primerl.weights.transports.shared_memory import Receiver, SharedMemory
 from primerl.weights.transports.transport import PendingPublication, Transport
@@ -17,6 +18,7 @@ __all__ = [
     "Disk",
     "Fetcher",
     "NCCL",
+    "Network",
     "PendingPublication",
     "Receipt",
     "Receiver",

@@ -18,6 +18,7 @@ from primerl._common.ranks import is_first_rank, on_every_rank, on_first_rank
 from primerl._common.threads import in_thread
 from primerl.weights.transports.adapter import Adapter
 from primerl.weights.transports.disk import Disk
+from primerl.weights.transports.network import Network
 from primerl.weights.transports.receipts import Receipt, check_engines, on_all_ranks
 from primerl.weights.transports.shared_memory import SharedMemory
 from primerl.weights.transports.transport import PendingPublication, Transport
@@ -189,6 +190,7 @@ def transport_to(
     *,
     worker: HoldsRollouts | None = None,
     folder: str | os.PathLike[str] | None = None,
+    towards: str | None = None,
     encoding: Literal["full", "delta"] = "full",
     dtype: torch.dtype | None = None,
     quantize: Quantizer | None = None,
@@ -212,6 +214,9 @@ def transport_to(
         worker: see ``VerifiedTransport``.
         folder: a folder on a file system that the servers' hosts share; None for this host's shared
             memory.
+        towards: the name or address of a server's host, to keep the weights in the memory of the
+            trainer's hosts and only manifests in the folder (see ``Network``); None to write the
+            weights into the folder.
         encoding: ``"full"`` or ``"delta"``.
         dtype: the dtype in which parameters are sent; by default the dtype that the servers compute
             in.
@@ -243,15 +248,21 @@ def transport_to(
     dtype = dtype or (None if served is None else getattr(torch, served))
     engines = [] if engine is None else [engine]
     check_engines(engines, adapters=publish == "adapter")
+    if towards is not None and (folder is None or publish == "adapter"):
+        raise ValueError(
+            f'towards={towards!r} needs folder=, for manifests, and publish="merged": adapters are '
+            "small, and go through the folder"
+        )
+    sent: dict[str, Any] = {"encoding": encoding, "dtype": dtype, "quantize": quantize}
     transport: SharedMemory | Disk | Adapter
     if publish == "adapter":
         transport = Adapter(model, *engines, folder=folder, adapter=adapter, dtype=dtype)
     elif folder is None:
-        transport = SharedMemory(model, *engines, encoding=encoding, dtype=dtype, quantize=quantize)
+        transport = SharedMemory(model, *engines, **sent)
+    elif towards is None:
+        transport = Disk(model, *engines, folder=folder, **sent)
     else:
-        transport = Disk(
-            model, *engines, folder=folder, encoding=encoding, dtype=dtype, quantize=quantize
-        )
+        transport = Network(model, *engines, folder=folder, towards=towards, **sent)
     if served is None:
         return transport
     canary = Canary(

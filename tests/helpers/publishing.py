@@ -24,15 +24,18 @@ class Replica:
     It stores and hashes only the tensors whose names it ``needs``.
     """
 
-    def __init__(self, needs=lambda name: True):
+    def __init__(self, needs=lambda name: True, *, timeout_s=5.0):
         self.needs = needs
+        self.timeout_s = timeout_s
         self.tensors, self.version, self.reader, self.kinds = {}, None, None, []
         self.receipt = {"version": None}
 
     def prepare(self, update):
         if self.reader is None or self.reader.folder != Path(update["folder"]):
             self.reader = FolderReader(
-                Path(update["folder"]), needs=lambda name: self.needs(name), timeout_s=5.0
+                Path(update["folder"]),
+                needs=lambda name: self.needs(name),
+                timeout_s=self.timeout_s,
             )
         self.kinds.append(self.reader.fetch(update["version"]).kind)
 

@@ -30,6 +30,7 @@ SPEEDS = planning.Hardware(
     nvlink=1e3,
     network=1e3,
     disk=1e3,
+    tcp=1e3,
     copying=1e3,
     threads=2,
     encoding=1e3,
@@ -50,7 +51,15 @@ SERVER = planning.ServerPlan(
 
 
 def time_of(
-    *, nodes=2, ep=1, steps_in_flight=1, prefill_servers=0, config=None, server=SERVER, **changed
+    *,
+    nodes=2,
+    ep=1,
+    steps_in_flight=1,
+    servers=1,
+    prefill_servers=0,
+    config=None,
+    server=SERVER,
+    **changed,
 ):
     config = config or testing.tiny_model("llama").config
     layout = planning.TrainerLayout(nodes=nodes, gpus_per_node=2, ep=ep)
@@ -69,6 +78,7 @@ def time_of(
         tokens=100,
         evaluated=2,
         steps_in_flight=steps_in_flight,
+        servers=servers,
         prefill_servers=prefill_servers,
     )
     found = planning.plan_step(
@@ -102,7 +112,7 @@ def test_times_are_those_computed_by_hand():
     assert seconds["optimizer"] == 2 * 300 / 1e3
     assert seconds["experts' dispatch"] == 0
     assert seconds["publication, start"] == 8 + 8000 * 16 / 1e6 + 4
-    assert seconds["publication"] == pytest.approx(2 + 0.3 + 0.4 + 0.5 + 1 + 1)
+    assert seconds["publication"] == pytest.approx(2 + 0.15 + 0.4 + 0.5 + 1 + 1)
     assert seconds["checkpoint, start"] == 500 / 1e3
     assert seconds["checkpoint"] == 3000 / 1e3
     assert seconds["start of servers"] == 2000 / 1e3
@@ -142,8 +152,8 @@ def test_publications_are_as_fast_as_the_rank_and_the_node_that_own_most():
     """Rank 0 owns the layer of 4000 bytes, so node 0 owns 6000 of 8000; ranks 2 and 3 own 1000."""
     _, _, found = time_of()
     start = {"gather": 8.0, "convert": 8 * 16e-3, "copy to host memory": 4.0}
-    full = {"encode": 4 + 4, "write": 6, "read": 2, "patch and hash": (2 + 2) / 4, "pause": 1}
-    delta = {"encode": 4 / 2, "write": 0.3, "read": 0.4, "patch and hash": 2 / 4 + 1, "pause": 1}
+    full = {"encode": 4 + 4, "write": 3, "read": 2, "patch and hash": (2 + 2) / 4, "pause": 1}
+    delta = {"encode": 4 / 2, "write": 0.15, "read": 0.4, "patch and hash": 2 / 4 + 1, "pause": 1}
     for kind, beside in (("full", full), ("delta", delta)):
         planned = found.publications[kind]
         assert planned.start == pytest.approx(start)
@@ -157,24 +167,35 @@ def test_publications_on_one_host_are_files_in_its_memory():
     assert full["read"] == 2 / 2  # by two workers
 
 
+def test_the_node_that_owns_most_sends_its_part_to_all_servers():
+    """Node 0 owns 6000 of 8000 bytes. A server needs 2000 of all bytes, or a delta of 400."""
+    seconds = []
+    for servers in ({"servers": 1}, {"servers": 4}, {"servers": 1, "prefill_servers": 3}):
+        _, _, found = time_of(**servers)
+        seconds.append([found.publications[kind].beside["read"] for kind in ("full", "delta")])
+    assert seconds == [[2.0, 0.4], [6.0, 1.2], [6.0, 1.2]]
+    _, _, found = time_of(servers=4, server=attrs.evolve(SERVER, gpus=4))
+    assert found.publications["full"].beside["read"] == 12.0, "each on two nodes"
+
+
 def test_a_node_reads_the_experts_of_its_own_workers():
     """Each of four GPUs has 500 bytes of experts and 500 bytes of other weights."""
     server = attrs.evolve(SERVER, gpus=4, ep=4, published=2500)
     assert [server.weights_of(workers) for workers in (1, 2, 4, 8)] == [1000, 1500, 2500, 2500]
     _, _, found = time_of(server=server)
     full = found.publications["full"].beside
-    assert full["read"] == 1.5
+    assert full["read"] == 2 * 1.5 * 6 / 8, "two nodes read 6 of 8 bytes from node 0"
     assert full["patch and hash"] == (1.5 + 2) / 4
 
 
 def test_a_full_version_that_takes_longer_than_a_step_is_shown():
     _, seconds, found = time_of()
     full = seconds["publication, full version"]
-    assert full == 8 + 6 + 2 + 1 + 1
+    assert full == 8 + 3 + 2 + 1 + 1
     assert found.full_version_step == found.step > full
-    slow = attrs.evolve(SPEEDS, disk=1e2)
+    slow = attrs.evolve(SPEEDS, tcp=1e1)
     _, seconds, found = time_of(hardware=slow)
-    assert found.full_version_step == seconds["publication, full version"] == 8 + 60 + 20 + 1 + 1
+    assert found.full_version_step == seconds["publication, full version"] == 8 + 3 + 200 + 1 + 1
     plan = planning.Plan(
         model=planning.model_size(testing.tiny_model("llama")), times={"here": found}
     )
@@ -363,10 +384,10 @@ def test_the_page_of_weights_has_the_phases_of_the_plan(root):
     copied = sum(plan.storage.serving_node.values()) / 2
     needs = f"A node reads {copied / 1e9:.0f} of the {plan.traffic.weights / 1e9:.0f} GB"
     assert needs in " ".join(section.split())
-    disk = planning.Hardware().disk
-    moved = disk * (full.phases["write"] + full.phases["read"])
-    others = sum(full.phases.values()) - moved / disk
-    assert f"{math.ceil(moved / (60 - others) / 1e8) / 10} GB/s instead of 2" in section
+    tcp = planning.Hardware().tcp
+    read = full.phases["read"]
+    others = sum(full.phases.values()) - read
+    assert f"{math.ceil(tcp * read / (60 - others) / 1e8) / 10} GB/s instead of 8" in section
     (start,) = (one.seconds for one in time.phases if one.name == "publication, start")
     assert f"| training | {start:.1f} s |" in page
     unseen = [sum(one.beside.values()) - one.beside["pause"] for one in (delta, full)]

@@ -44,15 +44,24 @@ def test_storage_is_that_computed_by_hand():
     found = plan_of(trainer, snapshot_every=4, checkpoints=1)
 
     # Rank 0 owns the layer of 600, rank 1 that of 200, and ranks 2 and 3 one of 100 each.
-    assert list(found.training_node.values()) == [160, 0, 2 * (40 + 2 + 80), 2 * 800]
+    # Node 0 keeps 800 of 1000 bytes of publications: two full versions and three deltas.
+    counted = [160, 0, 2 * (40 + 2 + 80), 2 * 800, 2 * 800, 3 * 8]
+    assert list(found.training_node.values()) == counted
     # Two of the four ranks hold a whole model, and one checkpoint is written beside the kept one.
     assert list(found.run_folder.values()) == [2 * 2 * 122, 4000, 16 * 100 * 5]
-    assert list(found.shared_folder.values()) == [2000, 3 * 10, 4 * 200]
+    assert list(found.shared_folder.values()) == [4 * 200]
     assert found.models == {"FP8": 1000, "bf16": 2000}
     assert sum(found.serving_node.values()) == 800
-    total = 2 * 2 * 122 + 4000 + 8000 + 2000 + 30 + 800 + 3000
+    total = 2 * 2 * 122 + 4000 + 8000 + 800 + 3000
     assert sum(found.volume.values()) == total
     assert planning.asked(found.volume) == round(1.2 * total)
+
+
+def test_one_host_has_the_weights_in_its_shared_folder():
+    layout = planning.TrainerLayout(nodes=1, gpus_per_node=4)
+    found = plan_of(planning.TrainerPlan(layout=layout, ranks=[rank()]), snapshot_every=4)
+    assert list(found.shared_folder.values()) == [2000, 3 * 10, 4 * 200]
+    assert list(found.training_node.values()) == [0, 0, 0, 2 * 1000]
 
 
 def test_a_large_step_is_not_recorded_in_full():

@@ -37,14 +37,15 @@ def raised(call):
     return ""
 
 
-def family(kind, encoding, world, folder, found, *, ep=1):
+def family(kind, encoding, world, folder, found, *, ep=1, transport_class=weights.Disk):
     model, alone = (testing.tiny_model(kind, seed=0) for _ in range(2))
     parallel.shard(model, parallel.mesh(ep=ep))
     servers = Replicas(2)
     engines = [servers] if world.is_first else []
     named = f"{kind} {encoding}" + (" ep" if ep > 1 else "")
+    named += " network" if transport_class is weights.Network else ""
     target = folder / named if world.is_first else None
-    transport = weights.Disk(model, *engines, folder=target, encoding=encoding)
+    transport = transport_class(model, *engines, folder=target, encoding=encoding)
     for version in range(1, 2 if encoding == "full" else 3):
         if version == 2:
             nudge(model, alone)
@@ -334,6 +335,8 @@ def main(folder):
     with parallel.process_group(timeout_s=60.0) as world:
         family("llama", "full", world, folder, found)
         family("qwen3_moe", "full", world, folder, found)
+        network = {"transport_class": weights.Network}
+        family("qwen3_moe", "delta", world, folder, found, **network)
         family("qwen3_moe", "delta", world, folder, found)
         family("qwen3_moe", "full", world, folder, found, ep=2)
         merged_adapters(world, folder, found)

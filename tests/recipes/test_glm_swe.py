@@ -105,6 +105,23 @@ def test_as_many_rollouts_are_in_flight_as_servers_sample_at_once(recipe):
     assert recipe.concurrency(many).cap == recipe.concurrency(many).most == 16384
 
 
+@pytest.mark.parametrize(
+    ("urls", "towards"),
+    [(("http://server-3:8000", "http://server-4:8000"), "server-3"), ((), "trainer-0")],
+)
+def test_on_several_hosts_servers_read_weights_from_the_trainers_memory(
+    recipe, monkeypatch, urls, towards
+):
+    given = {}
+    monkeypatch.setattr(recipe.weights, "transport_to", lambda *_, **named: given.update(named))
+    monkeypatch.setenv("MASTER_ADDR", "trainer-0")
+    args = attrs.evolve(recipe.SCALES["fleet"], shared_folder="/shared", engine_urls=urls)
+    recipe.open_transport(args, None, None, None)
+    assert [given["folder"], given["towards"]] == ["/shared", towards]
+    recipe.open_transport(attrs.evolve(args, shared_folder=None), None, None, None)
+    assert [given["folder"], given["towards"]] == [None, None]
+
+
 def test_ranks_on_several_hosts_need_a_shared_folder(recipe, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

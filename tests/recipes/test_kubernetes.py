@@ -303,12 +303,17 @@ def test_sizes_are_those_of_the_plan(root, manifests, trainer, server):
     of_servers = {name: size for name, size in storage.volume.items() if "keys and values" in name}
     of_all = {name: size for name, size in storage.volume.items() if name not in of_servers}
     assert len(of_servers) == 1
-    training, nccl = memory(trainer["template"]["spec"])
+    nccl = 64 << 30
+    node = storage.training_node
+    in_memory = {name: size for name, size in node.items() if name.startswith("/dev/shm")}
+    assert len(in_memory) == 2
+    training, shared = memory(trainer["template"]["spec"])
     serving, copies = memory(server["template"]["spec"])
     for given, needed in (
         (volume("shared"), planning.asked(of_all)),
         (volume("keys-and-values"), planning.asked(of_servers)),
         (training, planning.asked(storage.training_node) + nccl),
+        (shared, planning.asked(in_memory) + nccl),
         (serving, planning.asked(storage.serving_node)),
         (copies, planning.asked(storage.serving_node)),
     ):
@@ -372,6 +377,15 @@ def test_only_trainers_reach_servers(manifests):
             {"from": [{"podSelector": {"matchLabels": {"part": "server"}}}]},
         ],
     }
+
+
+def test_servers_reach_trainers_only_at_the_ports_from_which_they_read_weights(manifests):
+    policy = manifests["NetworkPolicy", "only-this-run-reaches-trainers"]["spec"]
+
+    own, servers = policy["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": {"part": "trainer"}}}]}
+    assert servers["from"] == [{"podSelector": {"matchLabels": {"part": "server"}}}]
+    assert servers["ports"] == [{"protocol": "TCP", "port": 32768, "endPort": 60999}]
 
 
 def test_pods_have_no_more_rights_than_they_need(manifests, trainer, server):

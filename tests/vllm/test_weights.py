@@ -72,6 +72,7 @@ def test_a_reload_gives_the_logprobs_of_the_new_weights(trainer, tmp_path):
     for transport in (
         weights.SharedMemory(trainer.model, trainer.engine),
         weights.Disk(trainer.model, trainer.engine, folder=tmp_path / "w", encoding="delta"),
+        weights.Network(trainer.model, trainer.engine, folder=tmp_path / "n", encoding="delta"),
     ):
         for _ in range(2):
             receipt = trainer.publish(transport)
@@ -92,6 +93,26 @@ def test_a_server_that_was_restarted_after_it_had_prepared_a_version_loads_it(
         for _ in range(2):
             trainer.publish(transport)
             assert trainer.error() < CLOSE
+
+
+def test_a_server_that_cannot_read_a_delta_from_the_trainer_loads_the_full_version(
+    trainer, tmp_path
+):
+    class Losing(Stale):
+        def load_weights(self, update, *, version, timeout_s=600.0, send=None):
+            for path in transport._publisher.files.glob("*.delta.*"):
+                path.unlink()
+            return self.engine.load_weights(update, version=version, timeout_s=timeout_s)
+
+    folder = tmp_path / "n"
+    with weights.Network(
+        trainer.model, Losing(trainer.engine), folder=folder, encoding="delta"
+    ) as transport:
+        assert trainer.publish(transport).fallback is None
+        receipt = trainer.publish(transport)
+        assert "the trainer no longer has the file" in receipt.fallback
+        assert "127.0.0.1" in receipt.fallback
+        assert trainer.error() < CLOSE
 
 
 def test_smollm2_in_float32(server, smollm2):

@@ -81,7 +81,7 @@ class Rendezvous:
         self._store.add("ranks", 1)  # the sender's
 
 
-def address_towards(host: str, *, first_host: str) -> str:
+def address_towards(host: str, *, first_host: str, argument: str = "address") -> str:
     """Return this host's address on the interface through which it reaches ``host``.
 
     It is the local address of a UDP socket that is connected to ``host``; nothing is sent.
@@ -89,6 +89,7 @@ def address_towards(host: str, *, first_host: str) -> str:
     Args:
         host: the name or address of a server's host.
         first_host: the name of rank 0's host, of which the trainer knows that it reaches ``host``.
+        argument: the argument with which users choose another address.
 
     Raises:
         OSError: there is no address of that name, or no route to it.
@@ -99,14 +100,14 @@ def address_towards(host: str, *, first_host: str) -> str:
             probe.connect((host, 9))  # any port, because connecting sends nothing
         except OSError as error:
             raise OSError(
-                f"this host has no route to the server at {host} ({error}); pass address=, this "
+                f"this host has no route to the server at {host} ({error}); pass {argument}=, this "
                 "host's address as the servers' workers reach it"
             ) from error
         address: str = probe.getsockname()[0]
     if ipaddress.ip_address(address).is_loopback and socket.gethostname() != first_host:
         raise ValueError(
             f"the servers listen on {host} of rank 0's host {first_host}, which gives no address "
-            f"at which their workers reach {socket.gethostname()}; pass address= there"
+            f"at which their workers reach {socket.gethostname()}; pass {argument}= there"
         )
     return address
 

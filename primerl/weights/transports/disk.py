@@ -37,8 +37,7 @@ from primerl._common.ranks import (
 from primerl._common.shared_folder import shared_memory
 from primerl._common.supported_adapters import refuse_unsupported_adapters
 from primerl._common.threads import in_thread, thread_count
-from primerl.weights.transports.folder_reader import timeout_of
-from primerl.weights.transports.publications import DELTA, FULL
+from primerl.weights.transports.publications import DELTA, FULL, FileSource, timeout_of
 from primerl.weights.transports.publisher import Publisher
 from primerl.weights.transports.receipts import (
     Fetcher,
@@ -138,13 +137,20 @@ class Disk(Transport):
         self._host_memory = HostMemory()
 
     def _new_publisher(self, folder: Path) -> Publisher:
+        files, source = self._place()
         return Publisher(
             folder,
+            files=files,
+            source=source,
             encoding=self._encoding,
             snapshot_every=self._snapshot_every,
-            in_memory=folder.resolve().is_relative_to(shared_memory().resolve()),
+            in_memory=(files or folder).resolve().is_relative_to(shared_memory().resolve()),
             threads=thread_count(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         )
+
+    def _place(self) -> tuple[Path | None, FileSource | None]:
+        """Return where this rank writes tensors, and who sends them; None: into the folder."""
+        return None, None
 
     def _prepare(self) -> None:
         if self._owner is not None:
@@ -243,7 +249,7 @@ class Disk(Transport):
             except OSError as error:
                 size = sum(layout.nbytes for layout in self._layout.values())
                 raise RuntimeError(
-                    f"version {version} could not be written into {self._publisher.folder}, which "
+                    f"version {version} could not be written into {self._publisher.files}, which "
                     f"needs up to {size / 1e9:.1f} GB for it: {error}"
                 ) from error
             seconds = {"gather": layers.seconds, "encode": self._publisher.encode_s}
@@ -364,8 +370,12 @@ class Disk(Transport):
         self._rank = 0 if self._group is None else dist.get_rank()
         self._folder = Path(on_first_rank(lambda: str(self._folder.absolute())))
         self._writers = ranks_that_see(self._folder, self._group)
-        if self._rank in self._writers[1:]:
-            self._publisher = self._new_publisher(self._folder / part_name(self._rank))
+
+        def prepare() -> None:
+            if self._rank in self._writers[1:]:
+                self._publisher = self._new_publisher(self._folder / part_name(self._rank))
+
+        on_every_rank(prepare, self._group)
 
 
 _Layer = list[tuple[str, Tensor]]

@@ -1,8 +1,5 @@
 """Readers of publications, from their files or from a host's copy that deltas are applied to."""
 
-import contextlib
-import fcntl
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,22 +17,11 @@ from primerl.weights.transports.publications import (
     chain,
     check_file,
     describe,
+    hold,
     read_manifest,
     read_parts,
+    timeout_of,
 )
-
-LEAST_BYTES_PER_S = 100e6
-"""The lowest rate at which a publication is expected to travel; time limits follow from it."""
-
-LEAST_TIMEOUT_S = 300.0
-
-
-def timeout_of(size: int) -> float:
-    """Return the time limit for work on ``size`` bytes, in seconds.
-
-    max(300 s, bytes / 100 MB/s)
-    """
-    return max(LEAST_TIMEOUT_S, size / LEAST_BYTES_PER_S)
 
 
 class FolderReader:
@@ -83,7 +69,7 @@ class FolderReader:
         """
         self._forget()
         manifest, parts = self._read_manifests(version)
-        if manifest.deltas_follow:
+        if manifest.copied:
             if self._copy is None:
                 self._copy = self._host_copy(parts)
             paths = self._copy.bring_to(parts)
@@ -170,9 +156,9 @@ class FolderReader:
 
     def _lock(self, parts: Mapping[Path, PublicationManifest]) -> list[Path]:
         """Lock the files of a version until ``_unlock``; return their paths."""
-        if not all(part.deltas_follow for part in parts.values()):
+        if not all(part.copied for part in parts.values()):
             paths = [place / part.file for place, part in parts.items()]
-            self._held = [_hold(path) for path in paths]
+            self._held = [hold(path) for path in paths]
             return paths
         if self._copy is None:
             version = next(iter(parts.values())).version
@@ -202,21 +188,3 @@ class FolderReader:
         if self._copy is not None:
             self._copy.close()
             self._copy = None
-
-
-def _hold(path: Path) -> BinaryIO:
-    """Lock a tensor file against being overwritten, until the returned file is closed.
-
-    Raises:
-        ValueError: the file is missing, or was replaced.
-    """
-    file = None
-    with contextlib.suppress(FileNotFoundError):
-        file = path.open("rb")
-        with contextlib.suppress(OSError):  # without locks, the publisher overwrites no file
-            fcntl.flock(file, fcntl.LOCK_SH)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    if file is not None:
-        file.close()
-    raise ValueError(f"{describe(path)} is missing: a later version has replaced it")

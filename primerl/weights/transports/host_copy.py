@@ -1,8 +1,11 @@
 """A host's copy of published tensors, which deltas are applied to."""
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +27,7 @@ from primerl.weights.transports.publications import (
     check_file,
     describe,
 )
+from primerl.weights.transports.remote_file import RemoteFile
 
 
 class HostCopy:
@@ -77,10 +81,9 @@ class HostCopy:
                     needs=self._needs,
                     threads=self._threads,
                 )
-        order = list(parts)
-        start = os.getpid() % len(order)
-        rotated = (*order[start:], *order[:start])
-        left = [place for place in rotated if not self._parts[place].try_to_bring_to(parts[place])]
+        # At random, so that not all hosts read from the same trainer's host at the same time.
+        order = random.SystemRandom().sample(list(parts), len(parts))
+        left = [place for place in order if not self._parts[place].try_to_bring_to(parts[place])]
         for place in left:
             try:
                 self._parts[place].bring_to(parts[place], timeout_s=self._timeout_s)
@@ -133,6 +136,8 @@ class CopiedPart:
         self._state_file = copies / "state.json"
         # Not in the state file: a reader may mark the copy dirty while another adds tensors.
         self._names_file = copies / "names.json"
+        self._fetched = copies / "fetched"
+        """Files from another host, while the copy is updated."""
         self._reading: BinaryIO | None = None
 
     def try_to_bring_to(self, manifest: PublicationManifest) -> bool:
@@ -166,17 +171,17 @@ class CopiedPart:
     def _update(self, manifest: PublicationManifest, needed: Set[str]) -> None:
         """Bring the tensors that the copy holds to a version; if it is made anew, also others."""
         names = self._names() & manifest.tensors.keys()
-        steps = self._steps(manifest.version, have=self._digest())
-        first, path = steps[0]
-        if first.kind == FULL:
-            names |= needed
-        self._note(None)
-        self._note_names(names)
-        if first.kind == FULL:
-            copy_without_tensors(path, self.path)
-        self._take(steps, names)
-        self._verify(manifest, names)
-        self._note(manifest.digest)
+        with self._steps(manifest.version, have=self._digest()) as steps:
+            first, path = steps[0]
+            if first.kind == FULL:
+                names |= needed
+            self._note(None)
+            self._note_names(names)
+            if first.kind == FULL:
+                copy_without_tensors(path, self.path)
+            self._take(steps, names)
+            self._verify(manifest, names)
+            self._note(manifest.digest)
 
     def _add(self, manifest: PublicationManifest, needed: Set[str]) -> None:
         """Add the tensors that are needed and missing, in the version of the copy.
@@ -186,37 +191,70 @@ class CopiedPart:
         names = self._names()
         missing = needed - names
         if missing:
-            self._take(self._steps(manifest.version, have=None), missing)
+            with self._steps(manifest.version, have=None) as steps:
+                self._take(steps, missing)
             self._verify(manifest, missing)
             self._note_names(names | missing)
 
-    def _steps(self, version: int, *, have: str | None) -> list[tuple[PublicationManifest, Path]]:
-        """Return the publications that lead to a version, with their files, which are checked."""
+    @contextlib.contextmanager
+    def _steps(
+        self, version: int, *, have: str | None
+    ) -> Iterator[list[tuple[PublicationManifest, Path]]]:
+        """Yield the publications that lead to a version, with their files, which are checked.
+
+        Files in another host's memory are fetched until the context ends; of a full version, only
+        the header.
+        """
         steps = chain(self._folder, version, have=have)
-        return [(step, check_file(self._folder, step)) for step in steps]
+        try:
+            yield [(step, self._file_of(step)) for step in steps]
+        finally:
+            shutil.rmtree(self._fetched, ignore_errors=True)
+
+    def _file_of(self, step: PublicationManifest) -> Path:
+        if step.source is None:
+            return check_file(self._folder, step)
+        self._fetched.mkdir(exist_ok=True)  # a killed process may have left it
+        path = self._fetched / step.file
+        try:
+            if step.kind == FULL:
+                self._remote(step).copy_without_tensors(path)
+            else:
+                self._remote(step).copy(path)
+        except OSError as error:
+            raise self._no_room(describe(self._folder / step.file), error) from error
+        return check_file(self._fetched, step)
+
+    def _remote(self, step: PublicationManifest) -> RemoteFile:
+        return RemoteFile(self._folder, step, threads=self._threads)
 
     def _take(self, steps: Sequence[tuple[PublicationManifest, Path]], names: Set[str]) -> None:
         for step, path in steps:
             if step.kind == FULL:
-                self._copy(path, names)
+                self._copy(step, path, names)
             else:
                 self._patch(step, path, names)
 
-    def _copy(self, path: Path, names: Set[str]) -> None:
+    def _copy(self, step: PublicationManifest, path: Path, names: Set[str]) -> None:
+        where = describe(self._folder / step.file)
         try:
-            copy_tensors(path, self.path, sorted(names), threads=self._threads)
+            if step.source is None:
+                copy_tensors(path, self.path, sorted(names), threads=self._threads)
+            else:
+                self._remote(step).copy_tensors(path, self.path, sorted(names))
         except OSError as error:
-            raise RuntimeError(
-                f"{len(names)} tensors of {describe(path)} could not be copied into "
-                f"{self.path.parent}: {error}"
-            ) from error
+            raise self._no_room(f"{len(names)} tensors of {where}", error) from error
+
+    def _no_room(self, what: str, error: OSError) -> RuntimeError:
+        return RuntimeError(f"{what} could not be copied into {self.path.parent}: {error}")
 
     def _patch(self, step: PublicationManifest, path: Path, names: Set[str]) -> None:
         tensors = map_tensors(self.path, writable=True)
         sent = map_tensors(path)
         changed = [name for name in names if step.forms.get(name) != SAME]
         if unknown := [name for name in changed if name not in tensors or name not in sent]:
-            raise ValueError(f"{describe(path)} does not fit the version before it: {unknown[0]}")
+            where = describe(self._folder / step.file)
+            raise ValueError(f"{where} does not fit the version before it: {unknown[0]}")
         with BoundedThreads(self._threads) as threads:
             patches = {
                 name: threads.submit(

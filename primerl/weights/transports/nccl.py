@@ -25,7 +25,7 @@ from primerl.weights.transports.broadcast_group import (
     connect_nccl,
     new_unique_id,
 )
-from primerl.weights.transports.folder_reader import LEAST_TIMEOUT_S
+from primerl.weights.transports.publications import LEAST_TIMEOUT_S
 from primerl.weights.transports.receipts import (
     Fetcher,
     Receipt,

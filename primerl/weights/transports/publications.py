@@ -1,10 +1,15 @@
 """The format of a folder of publications: manifests, files, and chains of deltas."""
 
+import contextlib
+import fcntl
 import json
+import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
+from attrs.validators import ge, instance_of, le
 
 from primerl._common.digests import TensorDigest, digest_of_all, digest_of_file
 from primerl._common.files import member
@@ -13,6 +18,44 @@ FULL = "full"
 DELTA = "delta"
 SAME = "same"
 """Forms of a tensor in a delta: ``SAME`` (left out), ``DELTA`` (of its bytes) or ``FULL``."""
+
+LEAST_BYTES_PER_S = 100e6
+"""The lowest rate at which a publication is expected to travel; time limits follow from it."""
+
+LEAST_TIMEOUT_S = 300.0
+
+_TENSOR_FILE = re.compile(rf"[0-9]{{8,}}\.({FULL}|{DELTA})\.safetensors", re.ASCII)
+
+
+def timeout_of(size: int) -> float:
+    """Return the time limit for work on ``size`` bytes, in seconds.
+
+    max(300 s, bytes / 100 MB/s)
+    """
+    return max(LEAST_TIMEOUT_S, size / LEAST_BYTES_PER_S)
+
+
+def is_tensor_file(name: str) -> bool:
+    """Return whether a file of this name has the tensors of a publication."""
+    return _TENSOR_FILE.fullmatch(name) is not None
+
+
+@attrs.frozen
+class FileSource:
+    """The process from which other hosts read a publication's file: its address and its secret."""
+
+    host: str = attrs.field(validator=instance_of(str))
+    port: int = attrs.field(validator=[instance_of(int), ge(1), le(65535)])
+    token: str = attrs.field(repr=False)
+    """64 hexadecimal digits, without which nothing is sent."""
+
+    @token.validator
+    def _check_token(self, _: object, token: object) -> None:
+        if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{64}", token):
+            raise ValueError("the token of its source has not 64 hexadecimal digits")
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 @attrs.frozen(kw_only=True)
@@ -41,6 +84,13 @@ class PublicationManifest:
     parts: dict[str, str] = attrs.field(factory=dict)
     """The subfolders with the tensors that other ranks published, and the digests of these parts.
     A part is a publication of the same version; its ``tensors`` are not among this manifest's."""
+    source: FileSource | None = None
+    """The process that sends the file; None if the file is in this folder."""
+
+    @property
+    def copied(self) -> bool:
+        """Whether hosts keep a copy of the tensors, for deltas or because the file is elsewhere."""
+        return self.deltas_follow or self.source is not None
 
 
 def manifest_path(folder: Path, version: int) -> Path:
@@ -66,7 +116,8 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     try:
         read: dict[str, Any] = json.loads(path.read_bytes())
         tensors = {n: TensorDigest(d, tuple(s), x) for n, (d, s, x) in read["tensors"].items()}
-        manifest = PublicationManifest(**{**read, "tensors": tensors})
+        source = FileSource(**read["source"]) if read.get("source") else None
+        manifest = PublicationManifest(**{**read, "tensors": tensors, "source": source})
     except FileNotFoundError:
         raise ValueError(
             f"there is no publication of version {version}: {where} is missing"
@@ -121,6 +172,24 @@ def check_file(folder: Path, manifest: PublicationManifest) -> Path:
     if manifest.file_digest is not None and digest_of_file(path) != manifest.file_digest:
         raise ValueError(f"{where} is altered: its digest differs from that in the manifest")
     return path
+
+
+def hold(path: Path) -> BinaryIO:
+    """Lock a tensor file against being overwritten, until the returned file is closed.
+
+    Raises:
+        ValueError: the file is missing, or was replaced.
+    """
+    file = None
+    with contextlib.suppress(FileNotFoundError):
+        file = path.open("rb")
+        with contextlib.suppress(OSError):  # without locks, the publisher overwrites no file
+            fcntl.flock(file, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    if file is not None:
+        file.close()
+    raise ValueError(f"{describe(path)} is missing: a later version has replaced it")
 
 
 def chain(folder: Path, version: int, *, have: str | None = None) -> list[PublicationManifest]:

@@ -28,6 +28,7 @@ from primerl.weights.transports.publications import (
     DELTA,
     FULL,
     SAME,
+    FileSource,
     PublicationManifest,
     manifest_path,
 )
@@ -54,9 +55,11 @@ class Publisher:
 
     Args:
         folder: the folder for the publications, created if it does not exist.
+        files: the folder for their tensors, if that is another one.
+        source: from where other hosts read these tensors.
         encoding: ``"full"``, or ``"delta"`` for lossless deltas.
         snapshot_every: with deltas, every ``snapshot_every``-th version is full.
-        in_memory: whether the folder is in memory. If so, each full version is written over the
+        in_memory: whether the tensors are in memory. If so, each full version is written over the
             file of the version before the last, because allocating memory costs more than writing
             to it.
         threads: how many threads encode deltas.
@@ -69,6 +72,8 @@ class Publisher:
         self,
         folder: Path,
         *,
+        files: Path | None = None,
+        source: FileSource | None = None,
         encoding: str = FULL,
         snapshot_every: int = 16,
         in_memory: bool = False,
@@ -80,8 +85,10 @@ class Publisher:
             raise ValueError(f"snapshot_every must be at least 1, got {snapshot_every}")
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.files = folder if files is None else files
+        self._source = source
         self._deltas = encoding == DELTA
-        self._spare = folder / SPARE if in_memory and not self._deltas else None
+        self._spare = self.files / SPARE if in_memory and not self._deltas else None
         self._snapshot_every = snapshot_every
         self._since_snapshot = 0
         self._sent: _Sent | None = None
@@ -131,6 +138,7 @@ class Publisher:
         fields["tensors"] = {
             name: [one.dtype, one.shape, one.digest] for name, one in manifest.tensors.items()
         }
+        fields["source"] = manifest.source and attrs.asdict(manifest.source)
         text = json.dumps(fields).encode()
         with whole_or_nothing(manifest_path(self.folder, manifest.version)) as file:
             file.write(text)
@@ -149,12 +157,17 @@ class Publisher:
         that was resumed from an earlier version), and versions before ``keep``, if it is given. In
         memory, the last of their tensor files is set aside, and the next publication overwrites it.
         """
-        if self._spare is None:  # an earlier publisher may have left one
-            (self.folder / SPARE).unlink(missing_ok=True)
-        for partial in self.folder.glob(".*.partial"):
+        for folder in {self.folder, self.files}:
+            self._retain_in(folder, manifest, keep)
+
+    def _retain_in(self, folder: Path, manifest: PublicationManifest, keep: int | None) -> None:
+        spare = self._spare if folder == self.files else None
+        if spare is None:  # an earlier publisher may have left one
+            (folder / SPARE).unlink(missing_ok=True)
+        for partial in folder.glob(".*.partial"):
             if _PARTIAL.fullmatch(partial.name):
                 partial.unlink(missing_ok=True)
-        for path in self.folder.glob("[0-9]*"):
+        for path in folder.glob("[0-9]*"):
             match = _NAME.fullmatch(path.name)
             if match is None or path.is_dir():
                 continue  # not a file of a publication
@@ -163,8 +176,8 @@ class Publisher:
             too_old = keep is not None and version < keep
             replaced = version == manifest.version and path.suffix != ".json"
             if superseded or too_old or (replaced and path.name != manifest.file):
-                if self._spare is not None and path.suffix != ".json":
-                    path.replace(self._spare)
+                if spare is not None and path.suffix != ".json":
+                    path.replace(spare)
                 else:
                     path.unlink(missing_ok=True)
 
@@ -213,7 +226,7 @@ class Publisher:
                 digests[name] = digest_of(tensor)
                 yield name, tensor
 
-        path = self.folder / f"{version:08d}.{FULL}.safetensors"
+        path = self.files / f"{version:08d}.{FULL}.safetensors"
         write_tensors(path, layout, noted(), spare=self._spare)
         manifest = self._described(path, version, digests)
         self.snapshot = version
@@ -247,7 +260,7 @@ class Publisher:
         digests = {name: one.digest for name, one in encoded.items()}
         forms = {name: one.form for name, one in encoded.items()}
         wire = {name: one.wire for name, one in encoded.items() if one.wire is not None}
-        path = self.folder / f"{version:08d}.{DELTA}.safetensors"
+        path = self.files / f"{version:08d}.{DELTA}.safetensors"
         sizes = {name: TensorLayout(t.dtype, tuple(t.shape)) for name, t in wire.items()}
         write_tensors(path, sizes, wire.items())
         return self._described(path, version, digests, parent=sent.manifest, forms=forms)
@@ -274,6 +287,7 @@ class Publisher:
             deltas_follow=self._deltas,
             tensors=digests,
             forms=forms or {},
+            source=self._source,
         )
 
 

@@ -11,11 +11,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from primerl._common.checkpoint_tensors import (
-    Quantizer,
-    distinct_tensors,
-    wire_dtypes,
-)
+from primerl._common.checkpoint_tensors import Quantizer, published_bytes
 from primerl._common.ranks import (
     is_first_rank,
     on_first_rank,
@@ -93,7 +89,7 @@ class SharedMemory(Transport):
         self._timeout_s = timeout_s
         folder = None
         if servers:
-            size = _sent_bytes(model, dtype, quantize)
+            size = published_bytes(model, dtype, quantize)
             # Servers read a version until they have the next one. With deltas, the host also keeps
             # a copy of the tensors.
             versions = 4 if encoding == "delta" else 2
@@ -164,13 +160,3 @@ class SharedMemory(Transport):
 
         on_first_rank_gathering(work, gathered)
         return seconds
-
-
-def _sent_bytes(model: nn.Module, dtype: torch.dtype | None, quantize: Quantizer | None) -> int:
-    """Estimate the bytes of a version; quantized parameters have a scale per 16 or more bytes."""
-    dtypes = wire_dtypes(model, dtype, quantize)
-    quantized = set() if quantize is None else quantize.parameters
-    return sum(
-        tensor.numel() * 5 // 4 if name in quantized else tensor.numel() * dtypes[name].itemsize
-        for name, tensor in distinct_tensors(model).items()
-    )

@@ -14,6 +14,7 @@ from primerl._common import tensor_files
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl.weights.transports import host_copy
 from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.transports.publications import read_manifest
 from primerl.weights.transports.publisher import Publisher
 
 SIZE = 1 << 20  # bytes of each of four tensors
@@ -204,9 +205,9 @@ def test_a_receiver_that_is_killed_while_it_adds_tensors(tmp_path, publisher, re
     assert noted(first)["names"] == ["a"]
     copied, real = [], host_copy.CopiedPart._copy
 
-    def copy(part, path, names):
+    def copy(part, step, path, names):
         copied.append(set(names))
-        real(part, path, names)
+        real(part, step, path, names)
 
     monkeypatch.setattr(host_copy.CopiedPart, "_copy", copy)
     assert same_bits(read(first, 1), expected("a", 1))
@@ -236,3 +237,24 @@ def test_a_host_without_room_says_so(publisher, readers, monkeypatch):
         one.fetch(1)
     monkeypatch.undo()
     assert same_bits(read(one, 1), expected("ab", 1))
+
+
+def test_receivers_begin_with_different_parts(publisher, tmp_path, monkeypatch):
+    """Also in pods, whose processes have the same ids: else all would read from one host first."""
+    copy = host_copy.HostCopy(
+        tmp_path, needs=lambda _: True, room=0, size=0, timeout_s=1.0, threads=1
+    )
+    parts = {tmp_path / f"part-{n:04d}": read_manifest(tmp_path, 1) for n in range(16)}
+    taken = []
+
+    def done(part, manifest):
+        taken.append(part.path.parent.name)
+        return True
+
+    monkeypatch.setattr(host_copy.CopiedPart, "try_to_bring_to", done)
+    for _ in range(16):
+        copy.bring_to(parts)
+    copy.close()
+    assert len(taken) == 16 * 16
+    assert len(set(taken[::16])) > 1
+    assert len(set(taken[:16])) == 16

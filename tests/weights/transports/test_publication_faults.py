@@ -13,7 +13,7 @@ from forked_ranks import forked_ranks
 from publishing import same_bits
 
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl.weights.transports import folder_reader, host_copy
+from primerl.weights.transports import host_copy, publications
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.transports.publisher import Publisher
 
@@ -148,7 +148,7 @@ def test_the_time_limit_of_a_copy_follows_from_the_bytes_of_all_parts(
     ranks = Ranks(tmp_path, encoding="delta")
     ranks.publish(1)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    monkeypatch.setattr(folder_reader, "LEAST_BYTES_PER_S", size / 400.0)
+    monkeypatch.setattr(publications, "LEAST_BYTES_PER_S", size / 400.0)
     allowed = []
 
     def expired(path, *, exclusive, timeout_s):
@@ -189,9 +189,9 @@ def test_a_receiver_that_is_killed_with_the_lock_of_a_part(tmp_path, readers, pa
     taken = []
     copy, real = host_copy.CopiedPart._copy, host_copy.CopiedPart._patch
 
-    def copied(part, path, names):
+    def copied(part, step, path, names):
         taken.append((path.parent.name, "full"))
-        copy(part, path, names)
+        copy(part, step, path, names)
 
     def patched(part, step, path, names):
         taken.append((path.parent.name, step.kind))

@@ -537,9 +537,9 @@ def test_receivers_of_a_host_share_the_work_on_parts(tmp_path, monkeypatch):
     taken, together = [], threading.Barrier(2)
     copy, patch = host_copy.CopiedPart._copy, host_copy.CopiedPart._patch
 
-    def copied(part, path, names):
-        taken.append((1, path.parent.name))
-        copy(part, path, names)
+    def copied(part, step, path, names):
+        taken.append((step.version, path.parent.name))
+        copy(part, step, path, names)
 
     def patched(part, step, path, names):
         taken.append((step.version, path.parent.name))
@@ -639,5 +639,5 @@ def test_a_part_of_another_publication_is_refused(tmp_path):
 
 
 def test_the_time_limit_follows_from_the_bytes():
-    assert folder_reader.timeout_of(10**9) == 300.0
-    assert folder_reader.timeout_of(747 * 10**9) == pytest.approx(7470.0)
+    assert publications.timeout_of(10**9) == 300.0
+    assert publications.timeout_of(747 * 10**9) == pytest.approx(7470.0)

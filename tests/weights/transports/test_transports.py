@@ -445,7 +445,7 @@ def found(root, tmp_path_factory):
 
 def test_ranks_publish_what_an_unsharded_trainer_would(found):
     kinds = ["llama full", "qwen3_moe full", "qwen3_moe delta", "qwen3_moe full ep"]
-    kinds += ["merged", "adapter"]
+    kinds += ["qwen3_moe delta network", "merged", "adapter"]
     assert found[0]["same"] == dict.fromkeys(kinds, True)
     assert found[1]["adapter"] == found[0]["adapter"]
     assert found[0]["kinds"] == ["full", "delta"]

@@ -62,7 +62,8 @@ while [[ -n $(jobs -r) ]]; do
     wait -n; last=$?
     ((last == 0 || last > 128)) || { code=$last; kill -TERM "${pids[@]}" 2>/dev/null; }
 done
-for pid in "${pids[@]}"; do wait $pid; last=$?; ((code)) || code=$last; done
+# 127: "wait -n" has told the code before, and the shell no longer knows the process.
+for pid in "${pids[@]}"; do wait $pid; last=$?; ((code || last == 127)) || code=$last; done
 exit $code
 """,
     # The server: answers after a moment, until it is told to end.

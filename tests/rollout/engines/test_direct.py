@@ -77,12 +77,14 @@ class OnThisHost(RayEnvironment):
     def __init__(self):
         super().__init__(
             pickle_arguments(environment=one_turn),
-            actors=1,
+            actors=(1, 1),
             rollouts_per_actor=4,
             resources={},
             address=None,
             timeout_s=60.0,
             start_timeout_s=60.0,
+            drain_timeout_s=60.0,
+            idle_s=60.0,
             threads=1,
         )
         self._pool._make = SupervisedProcess

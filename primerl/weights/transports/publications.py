@@ -115,7 +115,7 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     """Read the manifest of a version.
 
     Raises:
-        ValueError: the manifest is missing or damaged; the message names the file.
+        ValueError: the manifest is missing, damaged or another account's; the message names it.
     """
     path = manifest_path(folder, version)
     where = describe(path)
@@ -129,6 +129,11 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     except FileNotFoundError:
         raise ValueError(
             f"there is no publication of version {version}: {where} is missing"
+        ) from None
+    except PermissionError:
+        raise ValueError(
+            f"{where} may not be read by this process's account, {os.geteuid()}; run the server "
+            "under the trainer's account"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where} is not a valid manifest: {error}") from error

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,8 +299,15 @@ def test_a_source_that_is_no_address_is_refused(host, changed, why):
         read_manifest(host.folder, 1)
 
 
-def test_only_the_trainers_account_can_read_the_token(host):
+def test_only_the_trainers_account_can_read_the_token(host, monkeypatch):
     assert (host.folder / "00000001.json").stat().st_mode & 0o777 == 0o600
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)  # root may read everything
+    with pytest.raises(ValueError, match=r"00000001.json .* run the server under the trainer's"):
+        read_manifest(host.folder, 1)
 
 
 def test_a_header_nested_too_deep_is_refused(host, readers):

@@ -39,18 +39,25 @@ def member(folder: Path, name: object, *, may_be_link: bool = False) -> Path:
 
 
 @contextmanager
-def whole_or_nothing(path: Path, *, spare: Path | None = None) -> Iterator[BinaryIO]:
+def whole_or_nothing(
+    path: Path, *, spare: Path | None = None, mode: int = 0o666
+) -> Iterator[BinaryIO]:
     """Open a file for writing; it gets the name ``path`` only once all of it is on the disk.
 
     If a file ``spare`` exists and nobody holds a lock on it, its space is overwritten instead of
-    creating a new file; it still has its old content then.
+    creating a new file; it still has its old content then. ``mode`` has the permissions of a new
+    file, of which the process's umask takes some away.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
     try:
         partial.unlink(missing_ok=True)  # left by a dead process with the same process id
         reused = spare is not None and _take_spare(spare, partial)
         # "x" creates a new file: in a shared folder, the name may be a link to another's file.
-        with partial.open("r+b" if reused else "xb") as file:
+        with open(partial, "r+b" if reused else "xb", opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -139,7 +139,7 @@ def read_header(path: Path) -> FileHeader:
             header = json.loads(file.read(length))
             metadata = dict(header.pop(_METADATA, {}))
             spans = {name: _span(entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} has a broken header: {error}") from error
     if any(not 0 <= span.start <= span.end <= size - 8 - length for span in spans.values()):
         raise ValueError(f"{path} is truncated: it has {size} bytes")

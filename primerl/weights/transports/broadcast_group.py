@@ -92,13 +92,18 @@ def address_towards(host: str, *, first_host: str, argument: str = "address") ->
         argument: the argument with which users choose another address.
 
     Raises:
-        OSError: there is no address of that name, or no route to it.
+        OSError: there is no IPv4 address of that name, or no route to it.
         ValueError: ``host`` is rank 0's loopback address, and this is another host.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # any port, because connecting sends nothing
         except OSError as error:
+            if isinstance(error, socket.gaierror) and _has_ipv6(host):
+                raise OSError(
+                    f"{host} has only an IPv6 address, but weights travel by IPv4; pass "
+                    f"{argument}=, an IPv4 address"
+                ) from error
             raise OSError(
                 f"this host has no route to the server at {host} ({error}); pass {argument}=, this "
                 "host's address as the servers' workers reach it"
@@ -110,6 +115,13 @@ def address_towards(host: str, *, first_host: str, argument: str = "address") ->
             f"at which their workers reach {socket.gethostname()}; pass {argument}= there"
         )
     return address
+
+
+def _has_ipv6(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None, socket.AF_INET6))
+    except (socket.gaierror, UnicodeError):  # UnicodeError: a part of the name is too long
+        return False
 
 
 def join_group(address: str, port: int, *, timeout_s: float) -> Membership:

@@ -126,7 +126,11 @@ class Disk(Transport):
         if is_first_rank():
             self._owner = FolderOwner(self._folder.absolute())
             self._owner.hold()
-            self._publisher = self._new_publisher(self._folder)
+            try:
+                self._publisher = self._new_publisher(self._folder)
+            except BaseException:
+                self._close()  # the error may keep this object alive, and so the folder in use
+                raise
         # Found with the first publication:
         self._owned: OwnedLayers | None = None
         self._structure: dict[str, str] = {}  # of the model
@@ -220,7 +224,7 @@ class Disk(Transport):
         started = time.perf_counter()
         servers, error = self._load(receipt)
         if error is not None:
-            again = self._commit(version, self._write_whole())
+            again = self._commit(version, self._write_whole(version))
             receipt = attrs.evolve(again, bytes=receipt.bytes + again.bytes, fallback=error)
             servers, _ = self._load(receipt)
         seconds = {
@@ -247,11 +251,7 @@ class Disk(Transport):
             try:
                 manifest = self._publisher.prepare(version, self._layout, tensors)
             except OSError as error:
-                size = sum(layout.nbytes for layout in self._layout.values())
-                raise RuntimeError(
-                    f"version {version} could not be written into {self._publisher.files}, which "
-                    f"needs up to {size / 1e9:.1f} GB for it: {error}"
-                ) from error
+                raise self._not_written(version, self._publisher, error) from error
             seconds = {"gather": layers.seconds, "encode": self._publisher.encode_s}
             seconds["write"] = time.perf_counter() - started + gathered_s - sum(seconds.values())
             return WrittenPart.of(manifest, seconds).as_builtins()
@@ -259,15 +259,26 @@ class Disk(Transport):
         what = f"the files of version {version} from all ranks"
         return parts_of(on_every_rank_gathering(work, layers.gathered, self._group, what=what))
 
-    def _write_whole(self) -> list["WrittenPart | None"]:
+    def _write_whole(self, version: int) -> list["WrittenPart | None"]:
         """Write the version again, in full, from the copies that are kept for deltas."""
 
         def work() -> dict[str, Any] | None:
             if self._publisher is None:
                 return None
-            return WrittenPart.of(self._publisher.prepare_whole(), {}).as_builtins()
+            try:
+                manifest = self._publisher.prepare_whole()
+            except OSError as error:
+                raise self._not_written(version, self._publisher, error) from error
+            return WrittenPart.of(manifest, {}).as_builtins()
 
         return parts_of(on_every_rank(work, self._group))
+
+    def _not_written(self, version: int, publisher: Publisher, error: OSError) -> RuntimeError:
+        size = sum(layout.nbytes for layout in self._layout.values())
+        return RuntimeError(
+            f"version {version} could not be written into {publisher.files}, which needs up to "
+            f"{size / 1e9:.1f} GB for it: {error}"
+        )
 
     def _commit(self, version: int, written: Sequence["WrittenPart | None"]) -> Receipt:
         """Publish what all ranks have written: the parts first, then rank 0's manifest."""

@@ -35,14 +35,15 @@ class Network(Disk):
     process ends, they are gone: engines keep their weights, but new ones can't get any.
 
     A manifest has the address of the rank that sends its file, and a secret that the rank asks for.
-    So whoever can read the folder can read the weights. The network can, too: nothing is encrypted.
+    So only the trainer's account can read the manifests, and servers must run under it. Nothing is
+    encrypted: whoever can read what travels between the hosts can read the weights.
 
     Args:
         model: the trainer's model.
         engines: the engines that serve the model, on rank 0.
         folder: see ``Disk``.
-        towards: the name or address of a server's host. Each rank listens on the address from which
-            the rank's host reaches it; by default only on the loopback address.
+        towards: the name or IPv4 address of a server's host. Each rank listens on the address from
+            which the rank's host reaches it; by default only on the loopback address.
         encoding: see ``Disk``.
         dtype: see ``Disk``.
         quantize: see ``Disk``.
@@ -51,7 +52,7 @@ class Network(Disk):
 
     Raises:
         ValueError, RuntimeError: see ``Disk``.
-        OSError: this host has no route to the host ``towards``.
+        OSError: this host has no route to the host ``towards``, or only by IPv6.
     """
 
     def __init__(

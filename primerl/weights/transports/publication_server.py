@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl._common.files import member
+from primerl._common.threads import in_thread
 from primerl.weights.transports.publications import (
     FileSource,
     hold,
@@ -81,13 +82,21 @@ class PublicationServer:
         )
         host, port = self._server.server_address[:2]
         self.source = FileSource(str(host), int(port), token.hex())
-        threading.Thread(
+        self._process = os.getpid()
+        self._thread = threading.Thread(
             target=self._server.serve_forever, args=[_POLL_S], daemon=True, name="primerl-files"
-        ).start()
+        )
+        self._thread.start()
 
     def close(self) -> None:
-        """Close all connections, and refuse new ones."""
-        self._server.shutdown()
+        """Close all connections, and refuse new ones; in a forked process, do nothing."""
+        if os.getpid() != self._process:
+            return  # the connections are the parent's, and the thread is not here
+        shut(self._server.socket)  # otherwise a forked process keeps the port open
+        if threading.current_thread() is self._thread:  # garbage collection may close it there
+            in_thread(self._server.shutdown)  # which waits for that thread
+        else:
+            self._server.shutdown()
         self._server.server_close()
         self._server.disconnect()
 
@@ -193,9 +202,10 @@ class _RangeHandler(socketserver.BaseRequestHandler):
         while start < end:
             writable.poll(1000 * left_until(deadline))
             with contextlib.suppress(BlockingIOError):  # also if the time is over
-                start += os.sendfile(
-                    self.request.fileno(), file, start, min(end - start, _MOST_SENT)
-                )
+                sent = os.sendfile(self.request.fileno(), file, start, min(end - start, _MOST_SENT))
+                if not sent:
+                    raise ConnectionError("the file was shortened meanwhile")
+                start += sent
 
 
 def left_until(deadline: float) -> float:
@@ -211,6 +221,6 @@ def left_until(deadline: float) -> float:
 
 
 def shut(connection: socket.socket) -> None:
-    """End a connection, for a thread that waits for it."""
+    """End a connection, or a listener, in all threads and processes that have it."""
     with contextlib.suppress(OSError):  # it has ended
         connection.shutdown(socket.SHUT_RDWR)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import ipaddress
 import json
 import os
 import re
@@ -44,10 +45,17 @@ def is_tensor_file(name: str) -> bool:
 class FileSource:
     """The process from which other hosts read a publication's file: its address and its secret."""
 
-    host: str = attrs.field(validator=instance_of(str))
+    host: str = attrs.field()
+    """An IP address, never a name."""
     port: int = attrs.field(validator=[instance_of(int), ge(1), le(65535)])
     token: str = attrs.field(repr=False)
     """64 hexadecimal digits, without which nothing is sent."""
+
+    @host.validator
+    def _check_host(self, _: object, host: object) -> None:
+        if not isinstance(host, str):
+            raise ValueError(f"the host of its source is {host!r}, expected an IP address")
+        ipaddress.ip_address(host)
 
     @token.validator
     def _check_token(self, _: object, token: object) -> None:
@@ -107,7 +115,7 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     """Read the manifest of a version.
 
     Raises:
-        ValueError: the manifest is missing or damaged; the message names the file.
+        ValueError: the manifest is missing, damaged or another account's; the message names it.
     """
     path = manifest_path(folder, version)
     where = describe(path)
@@ -121,6 +129,11 @@ def read_manifest(folder: Path, version: int) -> PublicationManifest:
     except FileNotFoundError:
         raise ValueError(
             f"there is no publication of version {version}: {where} is missing"
+        ) from None
+    except PermissionError:
+        raise ValueError(
+            f"{where} may not be read by this process's account, {os.geteuid()}; run the server "
+            "under the trainer's account"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where} is not a valid manifest: {error}") from error

@@ -140,7 +140,9 @@ class Publisher:
         }
         fields["source"] = manifest.source and attrs.asdict(manifest.source)
         text = json.dumps(fields).encode()
-        with whole_or_nothing(manifest_path(self.folder, manifest.version)) as file:
+        mode = 0o666 if manifest.source is None else 0o600  # the source's token is a secret
+        path = manifest_path(self.folder, manifest.version)
+        with whole_or_nothing(path, mode=mode) as file:
             file.write(text)
         self.retain(manifest)
         return len(text)

@@ -29,7 +29,7 @@ from primerl.weights.transports.publications import (
     timeout_of,
 )
 
-_CONNECT_S = 60.0
+_SILENT_S = 60.0  # a host that sends nothing for so long, or does not let connect, is dead
 _PIECE = 64 << 20  # bytes of a request
 _BUFFER = 1 << 20
 
@@ -37,8 +37,8 @@ _BUFFER = 1 << 20
 class RemoteFile:
     """The tensor file of a publication in the memory of another host.
 
-    Its methods read it in several streams, and raise RuntimeError if that fails or takes longer
-    than ``timeout_of`` the bytes, and OSError if this host has no room for them.
+    Its methods read it in several streams. They raise RuntimeError if that fails, takes longer than
+    ``timeout_of`` the bytes, or nothing arrives for 60 s, and OSError if this host has no room.
 
     Args:
         folder: the folder of the publication's manifest.
@@ -147,7 +147,7 @@ class _Streams:
         try:
             return socket.create_connection(
                 (self._source.host, self._source.port),
-                timeout=min(_CONNECT_S, left_until(self._deadline)),
+                timeout=min(_SILENT_S, left_until(self._deadline)),
             )
         except OSError as error:
             raise _Broken(f"no connection: {error}") from error
@@ -173,8 +173,12 @@ class _Streams:
     def _received(self, connection: socket.socket, buffer: memoryview) -> memoryview:
         """Return the bytes that have arrived, at least one and at most as many as fit."""
         try:
-            connection.settimeout(left_until(self._deadline))
+            connection.settimeout(min(_SILENT_S, left_until(self._deadline)))
             size = connection.recv_into(buffer)
+        except TimeoutError as error:
+            if time.monotonic() >= self._deadline:
+                raise _Broken("timed out") from error
+            raise _Broken(f"its host sent nothing for {_SILENT_S:g} s") from error
         except OSError as error:
             raise _Broken(str(error)) from error
         if not size:

@@ -123,11 +123,16 @@ def test_the_loopback_address_of_another_host_is_refused():
         address_towards("127.0.0.1", first_host="trainer-0")
 
 
-def test_a_host_without_an_address():
-    with pytest.raises(
-        OSError, match=r"no route to the server at nowhere\.invalid .*pass address="
-    ):
-        address_towards("nowhere.invalid", first_host="trainer-0")
+@pytest.mark.parametrize("host", ["nowhere.invalid", "n" * 70])
+def test_a_host_without_an_address(host):
+    with pytest.raises(OSError, match=rf"no route to the server at {host} .*pass address="):
+        address_towards(host, first_host="trainer-0")
+
+
+@pytest.mark.parametrize("host", ["::1", "2001:db8::7"])
+def test_ipv6_is_refused(host):
+    with pytest.raises(OSError, match=f"{host} has only an IPv6 address.*pass towards=, an IPv4"):
+        address_towards(host, first_host="trainer-0", argument="towards")
 
 
 # ---- GPUs ----

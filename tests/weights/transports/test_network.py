@@ -5,11 +5,14 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from waiting import until
 
 from primerl import models, testing, weights
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl.weights.transports import remote_file
+from primerl.weights.transports import publisher, remote_file
 from primerl.weights.transports.folder_reader import FolderReader
 from primerl.weights.transports.publication_server import PublicationServer
 from primerl.weights.transports.publications import FileSource, read_manifest
@@ -214,6 +217,16 @@ def test_a_host_that_speaks_another_protocol(host, tmp_path):
             remote(host, source=other).copy(tmp_path / "copy")
 
 
+def test_a_host_that_sends_nothing_more_is_given_up(host, tmp_path, monkeypatch):
+    """It died without closing its connections, or was stopped: only time tells."""
+    monkeypatch.setattr(remote_file, "_SILENT_S", 0.5)
+    monkeypatch.setattr(remote_file, "timeout_of", lambda size: 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts
+        silent = FileSource("127.0.0.1", listener.getsockname()[1], host.server.source.token)
+        with pytest.raises(RuntimeError, match="its host sent nothing for 0.5 s"):
+            remote(host, source=silent).copy(tmp_path / "copy")
+
+
 @contextlib.contextmanager
 def answering(answer):
     """A port at which each connection gets the same answer, and is closed."""
@@ -271,10 +284,39 @@ def test_a_host_without_room_for_the_copy(host, readers, monkeypatch):
     assert same_bits(read(readers(), 1), expected(NAMES, 1))
 
 
-def test_a_source_that_is_no_address_is_refused(host):
-    redirect(host.folder / "00000001.json", token="short")
-    with pytest.raises(ValueError, match="00000001.json .* is not a valid manifest: the token"):
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"token": "short"}, "the token"),
+        ({"host": "a..b"}, "'a..b' does not appear to be an IPv4"),
+        ({"host": "127.0.0.1\0.elsewhere"}, "'127.0.0.1.*' does not appear to be an IPv4"),
+        ({"host": 2130706433}, "the host of its source is 2130706433, expected an IP address"),
+    ],
+)
+def test_a_source_that_is_no_address_is_refused(host, changed, why):
+    redirect(host.folder / "00000001.json", **changed)
+    with pytest.raises(ValueError, match=f"00000001.json .* is not a valid manifest: {why}"):
         read_manifest(host.folder, 1)
+
+
+def test_only_the_trainers_account_can_read_the_token(host, monkeypatch):
+    assert (host.folder / "00000001.json").stat().st_mode & 0o777 == 0o600
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)  # root may read everything
+    with pytest.raises(ValueError, match=r"00000001.json .* run the server under the trainer's"):
+        read_manifest(host.folder, 1)
+
+
+def test_a_header_nested_too_deep_is_refused(host, readers):
+    path = host.memory / FULL
+    text = b"[" * 200_000
+    header = len(text).to_bytes(8, "little") + text
+    path.write_bytes(header.ljust(path.stat().st_size))
+    with pytest.raises(ValueError, match="has a broken header"):
+        readers().fetch(1)
 
 
 # ---- what the server refuses ----
@@ -388,6 +430,58 @@ def test_a_closed_server_ends_its_connections(host):
         assert connection.recv(2)[-1:] in (b"", (host.memory / FULL).read_bytes()[:1])
 
 
+def test_a_file_that_is_shortened_while_it_is_sent_ends_the_connection(host):
+    """Its bytes never come, so waiting for them would only take the trainer's CPU."""
+    path = host.memory / FULL
+    with path.open("ab") as file:
+        file.truncate(1 << 28)  # more than buffers of sockets hold
+    with connected(host) as connection:
+        connection.sendall(request(host, size=1 << 28))
+        assert connection.recv(1) == b"\0"
+        os.truncate(path, 1000)
+        assert sum(iter(lambda: len(connection.recv(1 << 20)), 0)) < 1 << 28
+
+
+def test_a_forked_process_leaves_the_server_to_its_parent(host, tmp_path):
+    child = os.fork()
+    if not child:
+        try:
+            host.server.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    try:
+        until(lambda: os.waitid(os.P_PID, child, ended) is not None)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    remote(host).copy(tmp_path / "copy")
+
+
+def test_a_forked_process_does_not_keep_the_port_open(host):
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        host.server.close()
+        with pytest.raises(ConnectionRefusedError), connected(host):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_garbage_collection_may_close_the_server_in_its_own_thread(host):
+    host.server._server.service_actions = host.server.close
+    host.server._thread.join(60)
+    assert not host.server._thread.is_alive()
+    with pytest.raises(ConnectionRefusedError), connected(host):
+        pass
+
+
 # ---- the transport ----
 
 
@@ -498,6 +592,31 @@ def test_towards_must_be_a_host_with_a_route(tmp_path):
         weights.Network(
             testing.tiny_model("llama"), Replicas(), folder=tmp_path, towards="nowhere.invalid"
         )
+
+
+def test_the_folder_is_free_after_a_wrong_address(tmp_path):
+    model, servers = testing.tiny_model("llama"), Replicas()
+    with pytest.raises(OSError, match="no route") as error:  # which keeps the transport alive
+        weights.Network(model, servers, folder=tmp_path, towards="nowhere.invalid")
+    with weights.Network(model, servers, folder=tmp_path) as transport:
+        transport.publish(1)
+    assert error.tb is not None
+    servers.close()
+
+
+def test_memory_without_room_for_the_full_version_after_a_delta(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    model, servers = testing.tiny_model("llama"), Tampering()
+    with weights.Network(model, servers, folder=tmp_path, encoding="delta") as transport:
+        servers.memory = transport._publisher.files
+        transport.publish(1)
+        train(model)
+        monkeypatch.setattr(publisher.Publisher, "_write_full", full)
+        with pytest.raises(RuntimeError, match="version 2 could not be written into .* No space"):
+            transport.publish(2)
+    servers.close()
 
 
 def test_transport_to_with_towards(tmp_path):

@@ -397,6 +397,19 @@ def test_a_folder_of_an_image_layout_does_not_lead_to_other_files(tmp_path, laye
         formats.unpack(str(folder), str(tmp_path / "root"), owner=0, grow=id)
 
 
+def test_a_copied_folder_keeps_modes_and_times(tmp_path):
+    image = tmp_path / "image"
+    image.mkdir()
+    (image / "tool").write_bytes(b"x")
+    (image / "tool").chmod(0o4751)
+    os.utime(image / "tool", ns=(1, 1234567890_123456789))
+
+    folders.merge([str(image)], tmp_path / "root", owner=0)
+
+    status = (tmp_path / "root" / "tool").stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o751, 1234567890_123456789)
+
+
 def test_a_folder_that_is_too_deep_is_refused(tmp_path):
     deep = tmp_path / "image"
     for names in ("x/" * 200, "x/" * 56):

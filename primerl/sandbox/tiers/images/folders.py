@@ -99,7 +99,7 @@ def _copy_file(
     writing = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with (
         open(os.open(name, reading, dir_fd=source), "rb") as original,
-        open(os.open(name, writing, 0o600, dir_fd=into), "wb") as copy,
+        open(os.open(name, writing, 0o600, dir_fd=into), "wb", buffering=0) as copy,
     ):
         copy_content(original.read, copy, grow)
         os.fchmod(copy.fileno(), status.st_mode & 0o777)

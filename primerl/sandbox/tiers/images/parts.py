@@ -65,9 +65,8 @@ class ArchiveParts:
                 name = posixpath.normpath(member.name)
                 if member.kind == "file":
                     self._places[name] = archive.tell(), member.size
-                elif (
-                    member.kind == "symbolic link" and len(member.target) <= _LONGEST_PART
-                ):  # to a layer that occurs twice
+                elif member.kind == "symbolic link" and len(member.target) <= _LONGEST_PART:
+                    # To a layer that occurs twice.
                     at = posixpath.join(posixpath.dirname(name), member.target)
                     self._links[name] = posixpath.normpath(at)
                 is_part = (name == "." or _PART.match(name)) and len(name) <= _LONGEST_PART

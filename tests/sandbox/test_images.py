@@ -235,10 +235,10 @@ def digest(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def docker_save(*, layers=LAYERS, variables=CONFIG["config"]["Env"]):
+def docker_save(*, layers=LAYERS, variables=CONFIG["config"]["Env"], **config):
     """An archive as docker writes it: the layer of a hash, and one that is a link to another."""
     first, second = layers
-    config = json.dumps({"config": {"Env": variables}}).encode()
+    config = json.dumps({"config": {"Env": variables}, **config}).encode()
     names = [f"{digest(first)}/layer.tar", f"{'0' * 64}/layer.tar"]
     manifest = [{"Config": f"{digest(config)}.json", "RepoTags": ["a:b"], "Layers": names}]
     return tar(
@@ -339,6 +339,7 @@ def test_images_of_each_kind_have_the_same_files(tmp_path, kind, monkeypatch):
         ),
         (tar(oci_parts(architecture="sparc")), "for linux/s390x, linux/sparc"),
         (tar(oci_parts(architecture="x" * 1000)), r"linux/x{100,200}, not linux"),
+        (docker_save(architecture="s390x"), "for linux/s390x, not linux"),
         (docker_save(variables=5), "5 is not a list of variables"),
         (docker_save(variables=["A=b\0c"]), "variable A has a character"),
         (docker_save(variables=["A=\ud800"]), "variable A has a character"),

@@ -98,10 +98,14 @@ def _layered(
     parts: ImageParts, target: str, owner: int, grow: Callable[[int], None]
 ) -> UnpackedImage:
     """Unpack an image of layers, which its manifest lists with its configuration."""
-    configuration, layers = _from_docker(parts) if parts.has("manifest.json") else _from_oci(parts)
+    name, layers = _from_docker(parts) if parts.has("manifest.json") else _from_oci(parts)
     if len(layers) > _MOST_LAYERS:
         raise BadArchive(f"the image has {len(layers)} layers, expected at most {_MOST_LAYERS}")
-    settings = _object(_object(_json(parts, configuration)).get("config") or {})
+    configuration = _object(_json(parts, name))
+    architecture = configuration.get("architecture") or _ours()
+    if architecture != _ours():  # no command could be started
+        raise BadArchive(f"the image is for linux/{architecture!s:.200}, not linux/{_ours()}")
+    settings = _object(configuration.get("config") or {})
     environment = variables(settings.get("Env"))
     root = LayeredRoot(target, owner=owner, grow=grow)
     with contextlib.closing(root):
@@ -138,15 +142,19 @@ def _from_oci(parts: ImageParts) -> tuple[str, list[str]]:
 
 def _chosen(manifests: Any) -> Any:
     """Return the manifest for this machine."""
-    ours = _MACHINES.get(platform.machine(), platform.machine())
     platforms = []
     for manifest in manifests if isinstance(manifests, list) else ():
         where = _object(_object(manifest).get("platform") or {})
-        if not where or (where.get("os"), where.get("architecture")) == ("linux", ours):
+        if not where or (where.get("os"), where.get("architecture")) == ("linux", _ours()):
             return manifest
         platforms.append(f"{where.get('os')}/{where.get('architecture')}")
     named = ", ".join(platforms) or "no platform"
-    raise BadArchive(f"the image is for {named:.200}, not linux/{ours}")
+    raise BadArchive(f"the image is for {named:.200}, not linux/{_ours()}")
+
+
+def _ours() -> str:
+    """Return the architecture of this machine, as images name it."""
+    return _MACHINES.get(platform.machine(), platform.machine())
 
 
 def _blob(descriptor: Any) -> str:

@@ -12,6 +12,7 @@ from primerl.sandbox import tiers
 from primerl.sandbox.errors import SandboxError, SandboxLost, SandboxNotStarted
 from primerl.sandbox.results import Isolation, Result, Root, SandboxLimits
 from primerl.sandbox.sessions import SandboxSession, SandboxSnapshot
+from primerl.sandbox.tiers.images.engines import reference
 from primerl.sandbox.tiers.interface import Ability, Job, Options, Sandbox, Tier, asked, attempted
 from primerl.sandbox.tiers.on_ray.hosts import RayHosts
 from primerl.sandbox.tiers.on_ray.tier import RayTier
@@ -227,6 +228,8 @@ class SandboxPool:
         if image is not None:
             self._check_running()
             self.check_able("images", "images of sessions")
+            if not os.path.isabs(image):
+                reference(image)  # before anything logs it: it may have a password
             settings["image"] = image
             await self._tier.fetch(image)  # before a start is permitted: it may take minutes
         sandbox = await self._make(settings)

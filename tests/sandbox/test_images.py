@@ -1,24 +1,30 @@
 """Images of sessions: their formats, hostile layers, one fetch for all, limits and engines."""
 
 import asyncio
+import bz2
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import shlex
+import shutil
 import stat
 import sys
 import tarfile
+import tracemalloc
+import zlib
 
 import pytest
 from sandboxed import needed, with_pool
 
 from primerl.sandbox import SandboxError, SandboxPool
 from primerl.sandbox.archives import BadArchive
-from primerl.sandbox.tiers.images import formats
+from primerl.sandbox.tiers.images import folders, formats
 from primerl.sandbox.tiers.images.cache import ImageCache
 from primerl.sandbox.tiers.images.layers import LayeredRoot
+from primerl.sandbox.tiers.images.parts import ArchiveParts
 
 MANY = 1 << 40
 
@@ -203,6 +209,21 @@ def test_bombs_are_stopped_by_the_limit_on_bytes(tmp_path):
         assert size <= most
 
 
+def test_members_in_deep_folders_take_little_memory(tmp_path):
+    deep = "dd/" * 60
+    layer = tar({f"{'ab'[n % 2]}/{deep}{n}": "-> x" for n in range(1000)})
+    root = LayeredRoot(str(tmp_path / "root"), owner=0, grow=id)
+    tracemalloc.start()
+    try:
+        root.add(io.BytesIO(layer))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        root.close()
+
+    assert kept < 1000 * 500
+
+
 # ---- formats ----
 
 CONFIG = {"config": {"Env": ["GREETING=hello = x", "PATH=/opt/bin:/usr/bin:/bin", "1bad=x"]}}
@@ -214,10 +235,10 @@ def digest(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def docker_save(*, layers=LAYERS):
+def docker_save(*, layers=LAYERS, variables=CONFIG["config"]["Env"], **config):
     """An archive as docker writes it: the layer of a hash, and one that is a link to another."""
     first, second = layers
-    config = json.dumps(CONFIG).encode()
+    config = json.dumps({"config": {"Env": variables}, **config}).encode()
     names = [f"{digest(first)}/layer.tar", f"{'0' * 64}/layer.tar"]
     manifest = [{"Config": f"{digest(config)}.json", "RepoTags": ["a:b"], "Layers": names}]
     return tar(
@@ -317,6 +338,12 @@ def test_images_of_each_kind_have_the_same_files(tmp_path, kind, monkeypatch):
             "has no sha256 digest",
         ),
         (tar(oci_parts(architecture="sparc")), "for linux/s390x, linux/sparc"),
+        (tar(oci_parts(architecture="x" * 1000)), r"linux/x{100,200}, not linux"),
+        (docker_save(architecture="s390x"), "for linux/s390x, not linux"),
+        (docker_save(variables=5), "5 is not a list of variables"),
+        (docker_save(variables=["A=b\0c"]), "variable A has a character"),
+        (docker_save(variables=["A=\ud800"]), "variable A has a character"),
+        (docker_save(variables=["A=" + "x" * (1 << 17)]), "expected at most 131071"),
     ],
 )
 def test_malformed_images_are_refused(tmp_path, content, message):
@@ -324,6 +351,130 @@ def test_malformed_images_are_refused(tmp_path, content, message):
 
     with pytest.raises(BadArchive, match=message):
         formats.unpack(str(tmp_path / "image"), str(tmp_path / "root"), owner=0, grow=id)
+
+
+def test_long_names_of_parts_are_not_kept(tmp_path):
+    image = tmp_path / "image"
+    image.write_bytes(tar({f"blobs/{n}{'x' * 60_000}": "-> y" for n in range(50)}))
+    with image.open("rb") as archive:
+        tracemalloc.start()
+        try:
+            found = ArchiveParts(archive)
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert not found.has("manifest.json")
+    assert kept < 1 << 20
+
+
+def test_a_blob_that_its_digest_does_not_match_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats.platform, "machine", lambda: "x86_64")
+    forged = gzip.compress(tar({"forged": b""}))
+    for part in [name for name in oci_parts() if name.startswith("blobs/")]:
+        image = tmp_path / "image"
+        content = oci_parts()
+        if content[part] == b"{}":
+            continue  # of another platform
+        is_layer = content[part].startswith(b"\x1f\x8b")
+        content[part] = forged if is_layer else content[part] + b" "
+        image.write_bytes(tar(content))
+        with pytest.raises(BadArchive, match=f"{part} has another digest"):
+            formats.unpack(str(image), str(tmp_path / part[-8:]), owner=0, grow=id)
+
+
+@pytest.mark.parametrize("layer", ["../secret", "link"])
+def test_a_folder_of_an_image_layout_does_not_lead_to_other_files(tmp_path, layer):
+    (tmp_path / "secret").write_bytes(tar({"secret": b""}))
+    folder = tmp_path / "layout"
+    folder.mkdir()
+    (folder / "link").symlink_to("../secret")
+    (folder / "oci-layout").write_text("{}")
+    (folder / "config").write_text("{}")
+    manifest = [{"Config": "config", "Layers": [layer]}]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    with pytest.raises(BadArchive, match="leads out of the folder"):
+        formats.unpack(str(folder), str(tmp_path / "root"), owner=0, grow=id)
+
+
+def test_a_copied_folder_keeps_modes_and_times(tmp_path):
+    image = tmp_path / "image"
+    image.mkdir()
+    (image / "tool").write_bytes(b"x")
+    (image / "tool").chmod(0o4751)
+    os.utime(image / "tool", ns=(1, 1234567890_123456789))
+
+    folders.merge([str(image)], tmp_path / "root", owner=0)
+
+    status = (tmp_path / "root" / "tool").stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o751, 1234567890_123456789)
+
+
+def test_a_folder_that_is_too_deep_is_refused(tmp_path):
+    deep = tmp_path / "image"
+    for names in ("x/" * 200, "x/" * 56):
+        deep /= names
+        deep.mkdir(parents=True)
+    folders.merge([str(tmp_path / "image")], tmp_path / "root", owner=0)
+    (deep / "x").mkdir()
+
+    with pytest.raises(OSError, match="more than 256 deep"):
+        folders.merge([str(tmp_path / "image")], tmp_path / "root2", owner=0)
+
+
+def test_a_file_that_grows_while_it_is_copied_stays_within_the_limit(tmp_path):
+    image = tmp_path / "image"
+    image.mkdir()
+    (image / "log").write_bytes(b"")
+    sizes = []
+
+    def grow(size):
+        sizes.append(size)
+        if sum(sizes) > 8 << 20:
+            raise OverflowError
+        with (image / "log").open("ab") as file:
+            file.write(bytes(1 << 20))
+
+    with pytest.raises(OverflowError):
+        folders.merge([str(image)], tmp_path / "root", owner=0, grow=grow)
+
+
+@pytest.mark.parametrize("at", ["top", "layer"])
+def test_content_that_is_passed_over_can_be_cancelled(tmp_path, at):
+    unknown = about(name="x", type=b"V", size=64 << 20).tobuf() + bytes(64 << 20)
+    bomb = bz2.compress(unknown)
+    assert len(bomb) < 1 << 12
+    image = tmp_path / "image"
+    image.write_bytes(bomb if at == "top" else docker_save(layers=[bomb, LAYERS[0]]))
+    calls = []
+
+    def cancelled(size):
+        calls.append(size)
+        if len(calls) > 10:
+            raise OverflowError
+
+    with pytest.raises(OverflowError):
+        formats.unpack(str(image), str(tmp_path / "root"), owner=0, grow=cancelled)
+
+
+def test_xz_files_are_read_like_others_within_a_limit_on_memory(tmp_path):
+    image = tmp_path / "image"
+    saved = docker_save()
+    # Two streams, with padding between them; the layers lie before the manifest that names them.
+    image.write_bytes(lzma.compress(saved[:1500]) + bytes(8) + lzma.compress(saved[1500:]))
+    formats.unpack(str(image), str(tmp_path / "root"), owner=0, grow=id)
+    assert tree(tmp_path / "root") == FILES
+
+    greedy = bytearray(lzma.compress(saved))
+    header = greedy[12 : 12 + (greedy[12] + 1) * 4]
+    assert header[2:4] == b"\x21\x01"  # LZMA2, with one byte: the size of its dictionary
+    header[4] = 40  # 4 GiB
+    header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
+    greedy[12 : 12 + len(header)] = header
+    image.write_bytes(greedy)
+    with pytest.raises(BadArchive, match="Memory usage limit"):
+        formats.unpack(str(image), str(tmp_path / "root2"), owner=0, grow=id)
 
 
 # ---- the cache ----
@@ -518,7 +669,28 @@ def test_a_pool_keeps_to_its_bytes_and_frees_the_disk(tmp_path):
     assert stats["images_removed"] == 3
 
 
-def test_sessions_with_a_root_and_an_image_or_a_malformed_one_are_refused():
+def test_an_image_that_someone_removed_is_fetched_again(tmp_path):
+    needed()
+    image = image_of(tmp_path, "image", b"here")
+
+    async def run(pool):
+        async with pool.session(image=image):
+            [folder] = (pool._tier.launcher.folder / "roots").iterdir()
+        shutil.rmtree(folder)
+        with pytest.raises(SandboxError):
+            async with pool.session(image=image):
+                pass
+        async with pool.session(image=image) as session:
+            return await session.read("/testbed/name"), pool.stats()
+
+    content, stats = with_pool(run, concurrency=1, warm=0)
+
+    assert content == b"here"
+    assert (stats["images_fetched"], stats["images_removed"]) == (2, 1)
+    assert stats["image_bytes"] == stats["images"][image]["bytes"]
+
+
+def test_sessions_with_a_root_and_an_image_or_a_malformed_one_are_refused(caplog):
     needed()
 
     async def run(pool):
@@ -529,8 +701,15 @@ def test_sessions_with_a_root_and_an_image_or_a_malformed_one_are_refused():
         with pytest.raises(SandboxError, match="'--privileged' is no image"):
             async with pool.session(image="--privileged"):
                 pass
+        for image in ("https://user:hidden@example.com/x", "user:hidden@host:5000"):
+            with pytest.raises(SandboxError, match="no user and password") as caught:
+                async with pool.session(image=image):
+                    pass
+            assert "hidden" not in str(caught.value)
 
+    caplog.set_level("INFO")
     with_pool(run, concurrency=1, warm=0)
+    assert "hidden" not in caplog.text
     with pytest.raises(ValueError, match="image_bytes"):
         SandboxPool(image_bytes=0)
 

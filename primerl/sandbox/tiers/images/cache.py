@@ -104,6 +104,14 @@ class ImageCache(Generic[V]):
             held.sessions -= 1
             held.used = next(self._uses)
 
+    def forget(self, held: HeldImage[V]) -> None:
+        """Fetch an image again for the next session, because it is gone from this host."""
+        with self._lock:
+            if self._held.get(held.name) is held:
+                del self._held[held.name]
+                self._size -= held.size
+                self._removed += 1
+
     def stats(self) -> dict[str, Any]:
         """Return the images with their bytes and sessions, and how many came and went."""
         with self._lock:

@@ -21,7 +21,7 @@ PASSED = (
     *("PATH", "HOME", "XDG_RUNTIME_DIR", "DOCKER_HOST", "CONTAINER_HOST", "STORAGE_DRIVER"),
     *("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+_REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha(256|512):[0-9a-f]+)?")
 _ANSWER_S = 60.0
 _ENDING_S = 2.0
 _LONGEST_MESSAGE = 500
@@ -31,9 +31,15 @@ def reference(image: str) -> str:
     """Return the reference of an image, after checking that no engine takes it for an option.
 
     Raises:
-        SandboxError: it is malformed.
+        SandboxError: it is malformed. The message leaves out what may be a password.
     """
     if not _REFERENCE.fullmatch(image):
+        before, at, after = image.rpartition("@")
+        if before:
+            raise SandboxError(
+                f"{at + after!r:.200} of an image is no digest; an image has no user and password: "
+                "log in with the container engine"
+            )
         raise SandboxError(
             f"{image!r:.200} is no image; expected a reference such as 'registry/name:tag', or the "
             "absolute path of an archive or folder"

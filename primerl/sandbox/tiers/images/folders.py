@@ -1,13 +1,17 @@
 """Folders of root filesystems: merging unpacked layers, and changes that follow no link."""
 
+import errno
 import os
 import shutil
 import stat
 from collections.abc import Callable
+from typing import BinaryIO
 
 WHITEOUT = b".wh."
 OPAQUE = b".wh..wh..opq"
 ENTRY_BYTES = 4096  # what an entry takes of the disk, besides its content
+DEEPEST = 256
+_CHUNK = 1 << 20
 
 
 def merge(
@@ -25,7 +29,7 @@ def merge(
     copied files. ``grow`` is called with numbers of bytes before they are written.
 
     Raises:
-        OSError: a file can't be read or written.
+        OSError: a file can't be read or written, or a folder is more than ``DEEPEST`` deep.
     """
     os.mkdir(target)
     into = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
@@ -33,7 +37,7 @@ def merge(
         for layer in layers:
             source = os.open(layer, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                _merge_folder(source, into, owner, grow)
+                _merge_folder(source, into, owner, grow, depth=1)
             finally:
                 os.close(source)
         own(b".", into, owner)
@@ -42,7 +46,11 @@ def merge(
         os.close(into)
 
 
-def _merge_folder(source: int, into: int, owner: int, grow: Callable[[int], None]) -> None:
+def _merge_folder(
+    source: int, into: int, owner: int, grow: Callable[[int], None], *, depth: int
+) -> None:
+    if depth > DEEPEST + 1:  # each level takes two descriptors
+        raise OSError(errno.ENAMETOOLONG, f"a folder is more than {DEEPEST} deep")
     names = [os.fsencode(name) for name in os.listdir(source)]
     if OPAQUE in names:
         for below in os.listdir(into):
@@ -52,14 +60,14 @@ def _merge_folder(source: int, into: int, owner: int, grow: Callable[[int], None
             remove(name.removeprefix(WHITEOUT), into)
     for name in names:
         if not name.startswith(WHITEOUT):
-            _merge_entry(name, source, into, owner, grow)
+            _merge_entry(name, source, into, owner, grow, depth)
 
 
 def _merge_entry(
-    name: bytes, source: int, into: int, owner: int, grow: Callable[[int], None]
+    name: bytes, source: int, into: int, owner: int, grow: Callable[[int], None], depth: int
 ) -> None:
     status = os.stat(name, dir_fd=source, follow_symlinks=False)
-    grow(ENTRY_BYTES + (status.st_size if stat.S_ISREG(status.st_mode) else 0))
+    grow(ENTRY_BYTES)
     if stat.S_ISDIR(status.st_mode):
         if not is_folder(name, into):
             remove(name, into)
@@ -67,7 +75,7 @@ def _merge_entry(
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
         below, target = os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=into)
         try:
-            _merge_folder(below, target, owner, grow)
+            _merge_folder(below, target, owner, grow, depth=depth + 1)
             # The pool's user must be able to write to its own folders.
             os.fchmod(target, (status.st_mode & 0o777) | 0o700)
         finally:
@@ -78,22 +86,33 @@ def _merge_entry(
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=into)
     elif stat.S_ISREG(status.st_mode):
         remove(name, into)
-        _copy_file(name, source, into, status)
+        _copy_file(name, source, into, status, grow)
     else:
         return
     own(name, into, owner)
 
 
-def _copy_file(name: bytes, source: int, into: int, status: os.stat_result) -> None:
-    reading = os.O_RDONLY | os.O_NOFOLLOW
+def _copy_file(
+    name: bytes, source: int, into: int, status: os.stat_result, grow: Callable[[int], None]
+) -> None:
+    reading = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # it may have become a pipe
     writing = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with (
         open(os.open(name, reading, dir_fd=source), "rb") as original,
-        open(os.open(name, writing, 0o600, dir_fd=into), "wb") as copy,
+        open(os.open(name, writing, 0o600, dir_fd=into), "wb", buffering=0) as copy,
     ):
-        shutil.copyfileobj(original, copy)
+        copy_content(original.read, copy, grow)
         os.fchmod(copy.fileno(), status.st_mode & 0o777)
         os.utime(copy.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def copy_content(read: Callable[[int], bytes], copy: BinaryIO, grow: Callable[[int], None]) -> None:
+    """Write what ``read`` returns to a file, and call ``grow`` before each chunk."""
+    while content := read(_CHUNK):
+        grow(len(content))
+        view = memoryview(content)
+        while view:
+            view = view[copy.write(view) :]
 
 
 def is_folder(name: bytes, folder: int) -> bool:

@@ -10,21 +10,24 @@ from typing import BinaryIO
 from primerl.sandbox import archives
 from primerl.sandbox.archives import ArchiveMember, BadArchive
 from primerl.sandbox.tiers.images.folders import (
+    DEEPEST,
     ENTRY_BYTES,
     OPAQUE,
     WHITEOUT,
+    copy_content,
     is_folder,
     own,
     remove,
 )
 
 MOST_STEPS = 4_000_000  # headers of one layer, and records of extended headers
-_CHUNK = 1 << 20
 _MOST_LINKS = 40
-_DEEPEST = 256
 _LONGEST_PATH = 4096
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+Names = dict[bytes, "Names"]  # of files, and of folders with the names in them
 
 
 class LayeredRoot:
@@ -45,7 +48,7 @@ class LayeredRoot:
         self._root = os.open(path, _FOLDER)
         self._owner = owner
         self._grow = grow
-        self._added: set[tuple[bytes, ...]] = set()  # the paths of the layer that is being added
+        self._added: Names = {}  # of the layer that is being added
         self._folder: tuple[bytes, ...] = ()  # of the last member
         self._opened = os.dup(self._root)
         self._resolved: tuple[bytes, ...] = ()
@@ -64,7 +67,7 @@ class LayeredRoot:
             BadArchive: the archive is malformed, or leads out of the root.
             OSError: a file can't be written.
         """
-        self._added = set()
+        self._added = {}
         for member in archives.members(layer, most_steps=MOST_STEPS):
             self._grow(ENTRY_BYTES)
             try:
@@ -83,13 +86,12 @@ class LayeredRoot:
         *above, name = parts
         folder, resolved = self._enter(tuple(above))
         if name == OPAQUE:
-            self._empty(folder, resolved)
+            self._empty(folder, self._names(resolved))
         elif name.startswith(WHITEOUT):
             remove(name.removeprefix(WHITEOUT), folder)
         elif member.kind != "other":
             self._write(member, name, folder)
-            made = (*resolved, name)
-            self._added.update(made[:depth] for depth in range(1, len(made) + 1))
+            self._names(resolved).setdefault(name, {})
 
     def _write(self, member: ArchiveMember, name: bytes, folder: int) -> None:
         if member.kind == "folder":
@@ -131,15 +133,22 @@ class LayeredRoot:
         finally:
             os.close(here)
 
-    def _empty(self, folder: int, path: tuple[bytes, ...]) -> None:
-        """Remove what the layers below have in a folder."""
+    def _names(self, path: tuple[bytes, ...]) -> "Names":
+        """Return the names that this layer has in a folder."""
+        names = self._added
+        for name in path:
+            names = names.setdefault(name, {})
+        return names
+
+    def _empty(self, folder: int, added: "Names") -> None:
+        """Remove what the layers below have in a folder, of which this layer added some names."""
         for name in map(os.fsencode, os.listdir(folder)):
-            if (*path, name) not in self._added:
+            if name not in added:
                 remove(name, folder)
             elif is_folder(name, folder):
                 below = os.open(name, _FOLDER, dir_fd=folder)
                 try:
-                    self._empty(below, (*path, name))
+                    self._empty(below, added[name])
                 finally:
                     os.close(below)
 
@@ -170,8 +179,8 @@ class LayeredRoot:
                 target = self._step(name, folders)
                 if target is None:
                     names.append(name)
-                    if len(names) > _DEEPEST:
-                        raise BadArchive(f"{b'/'.join(path)!r:.200} is more than {_DEEPEST} deep")
+                    if len(names) > DEEPEST:
+                        raise BadArchive(f"{b'/'.join(path)!r:.200} is more than {DEEPEST} deep")
                     continue
                 links += 1
                 if links > _MOST_LINKS:
@@ -235,10 +244,6 @@ def _is_same(name: bytes, folder: int, status: os.stat_result) -> bool:
 
 def _copy(member: ArchiveMember, target: int, grow: Callable[[int], None]) -> None:
     with open(target, "wb", buffering=0) as file:
-        while content := member.content.read(_CHUNK):
-            grow(len(content))
-            view = memoryview(content)
-            while view:
-                view = view[file.write(view) :]
+        copy_content(member.content.read, file, grow)
         os.fchmod(target, member.mode & 0o777)
         os.utime(target, ns=(time.time_ns(), member.modified * 10**9))

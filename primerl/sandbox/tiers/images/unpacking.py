@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import attrs
 
-from primerl.sandbox.archives import BadArchive
 from primerl.sandbox.errors import SandboxError
 from primerl.sandbox.guest.removal import remove
 from primerl.sandbox.tiers.images import formats
@@ -44,7 +43,7 @@ async def unpack(image: str, target: Path, *, owner: int, grow: Grow) -> Unpacke
         return await _from_engine(image, target, owner, checked, stop)
     except BaseException as error:
         await asyncio.to_thread(remove, str(target))
-        if isinstance(error, BadArchive | OSError) and not isinstance(error, TimeoutError):
+        if isinstance(error, ValueError | OSError) and not isinstance(error, TimeoutError):
             raise SandboxError(f"the image {image} can't be unpacked: {error}") from error
         raise
 

@@ -52,6 +52,8 @@ class Namespaces(LocalTier):
             slot = await self._make({**settings, **held.value.root.settings})
         except BaseException:
             self._images.release(held)
+            if not self._prepared().has(held.value.root.name):
+                self._images.forget(held)
             raise
         slot.environment = held.value.environment
         slot.on_end.append(functools.partial(self._images.release, held))

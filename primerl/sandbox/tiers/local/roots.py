@@ -65,6 +65,10 @@ class Roots:
             raise
         return ImageRoot(root=root, environment=unpacked.environment)
 
+    def has(self, name: str) -> bool:
+        """Return whether the files of a root are still there."""
+        return (self._folder / name).is_dir()
+
     def remove(self, name: str) -> None:
         """Remove a root that no session uses."""
         removal.remove(str(self._folder / name))

@@ -86,7 +86,7 @@ def test_vllm_is_measured_in_a_process_whose_output_goes_to_a_file(
 
 def test_what_an_engine_refuses_is_one_line_and_the_others_go_on(tmp_path, capfd):
     """Too long prompts, and a model that only ``generate`` can serve."""
-    tiny_family("qwen3_next").save_pretrained(tmp_path)
+    tiny_family("llama4_text").save_pretrained(tmp_path)
     positions = transformers.AutoConfig.from_pretrained(tmp_path).max_position_embeddings
     options = {"requests": [2], "prompts": [5, positions], "new_tokens": 4, "group": 2}
     speeds = measure_speed(
@@ -97,7 +97,7 @@ def test_what_an_engine_refuses_is_one_line_and_the_others_go_on(tmp_path, capfd
     lines = [" ".join(line.split()) for line in capfd.readouterr().out.splitlines()[1:]]
     too_long = f"{positions} {positions + 4} tokens, but {positions} positions"
     assert lines[0] == f"TransformersEngine {too_long}"
-    assert lines[1].startswith("TransformersEngine qwen3_next has linear_attention layers")
+    assert lines[1].startswith("TransformersEngine llama4_text has chunked_attention layers")
     assert lines[2] == f"generate {too_long}"
     assert lines[3].startswith("generate 2 5 ")
     assert len(lines) == 4

@@ -162,7 +162,7 @@ def test_keep_continues_with_the_cache_of_earlier_weights(family):
         torch.testing.assert_close(
             mixed_cache_logprobs(models, prompt, completion, temperature),
             torch.tensor(completion.logprobs),
-            atol=TOLERANCE,
+            atol=5 * TOLERANCE,  # a state sums up the rounding of all tokens before
             rtol=0,
         )
 

@@ -440,8 +440,15 @@ def test_rollouts_of_a_node_that_drains_end_there_and_no_others_begin(cluster, t
 @NEEDS_RAY
 @pytest.mark.thorough
 def test_actors_are_added_while_rollouts_wait_and_end_when_idle(cluster, tmp_path):
+    for name in ("9", "10"):  # earlier tests have killed and drained nodes
+        cluster.add(name, resource="growing")
     environment = rollout.on_ray(
-        where, actors=(1, 3), rollouts_per_actor=1, idle_s=1.0, address=cluster.address
+        where,
+        actors=(1, 3),
+        rollouts_per_actor=1,
+        resources={"growing": 1},
+        idle_s=1.0,
+        address=cluster.address,
     )
 
     async def run():
@@ -467,6 +474,8 @@ def test_actors_are_added_while_rollouts_wait_and_end_when_idle(cluster, tmp_pat
     assert kept < many
     assert {one.metrics["pid"] for one in played} == many
     until(lambda: not any(map(psutil.pid_exists, many)))
+    for name in ("9", "10"):
+        cluster.remove(name)
 
 
 def living(rollouts):

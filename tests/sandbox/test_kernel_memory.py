@@ -104,6 +104,8 @@ time.sleep(2); print("PWNED")
 import _thread, threading
 threading.stack_size(256 << 10)
 def body(level):
+    # The end of the main thread loads a library, and a fork in its middle breaks the loader.
+    time.sleep(0.2)
     if level < 20 and os.fork() == 0: chain(level + 1)
     time.sleep(1)
     ctypes.memset(libc.mmap(None, 16 << 20, 3, 0x22, -1, 0), 1, 16 << 20)
@@ -111,8 +113,9 @@ def body(level):
 def chain(level):
     _thread.start_new_thread(body, (level,))
     libc.pthread_exit(None)
+ctypes.CDLL("libgcc_s.so.1")
 if os.fork() == 0: chain(0)
-time.sleep(4); print("PWNED")
+time.sleep(10); print("PWNED")
 """,
     ),
     "descriptions of open files": (

@@ -20,7 +20,7 @@ MAX_SCORES = 2**24
 
 
 class EqualSpans(NamedTuple):
-    """Spans of equal lengths, or blocks of such spans, that one call computes."""
+    """Spans of equal lengths, or blocks of such spans, for a single call."""
 
     size: int
     """Number of spans."""

@@ -59,7 +59,7 @@ class CanaryVerdict:
 
 @attrs.frozen(kw_only=True, eq=False)
 class CanaryAnswers:
-    """What the engines answered to a canary: digests of their tensors, and scored sequences."""
+    """The engines' answers to a canary: digests of their tensors, and scored sequences."""
 
     readings: dict[str, list[Reading]]
     """The tensors of each server; empty if none are compared."""

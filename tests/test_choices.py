@@ -9,7 +9,7 @@ from primerl import weights
 
 # Any text will do: names of things outside the library, and labels of a user's own.
 FREE = {"adapter", "address", "agent", "environment", "episode_id", "host", "model_type", "route"}
-FREE |= {"id", "instruction", "message", "name"}
+FREE |= {"id", "instruction", "message", "name", "towards", "workdir"}
 FREE |= {"stop", "weight_transfer"}  # a backend of vLLM may be registered by anybody
 
 

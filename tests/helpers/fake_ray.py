@@ -16,6 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
+# A process keeps the first token that it used, so that all clusters of one have the same.
+TOKEN = secrets.token_hex(32)
+
 
 @contextlib.contextmanager
 def two_nodes():
@@ -40,7 +43,7 @@ class FakeRay:
 
     def __init__(self, folder):
         # Ray would otherwise write a token into the home folder.
-        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         silent = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(folder)}
         # A node that is killed while it starts a process may leave its empty folder.
         silent["TMPDIR"] = str(folder)

@@ -1,8 +1,9 @@
 """Attention of spans by operators of torch, on a CPU and wherever no variable-length kernel fits.
 
-Spans of equal lengths are computed in one call. With a window or chunks, the queries of a span are
-divided into blocks, and each block gets only the keys that it sees. So the work is proportional to
-the window.
+Spans of equal lengths are computed in one call. On a CPU, short spans are padded to equal lengths,
+because many small calls take longer. With a window or chunks, the queries of a span are divided
+into blocks, and each block gets only the keys that it sees. So the work is proportional to the
+window.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from primerl.attention.documents import once_per_tensor
+
 # On a CPU, attention to at most this many tokens is faster in float32 than in bfloat16.
 WIDENED_LENGTH = 256
+# Such spans are padded to a multiple of this many queries, and of four times as many keys, but not
+# where spans of equal lengths have more scores than ``PADDED_SCORES``: their own call is no waste.
+PADDED_TO = 16
+PADDED_SCORES = 2**15
 # The maximum number of queries of a block with a window; the minimum is an eighth.
 BLOCK = 512
 # The maximum number of scores that are kept at a time where no kernel computes them.
@@ -20,7 +27,7 @@ MAX_SCORES = 2**24
 
 
 class EqualSpans(NamedTuple):
-    """Spans of equal lengths, or blocks of such spans, for a single call."""
+    """Spans of equal lengths, blocks of such spans, or padded spans, for a single call."""
 
     size: int
     """Number of spans."""
@@ -32,6 +39,15 @@ class EqualSpans(NamedTuple):
     """Row indices of the queries of all spans."""
     keys: Tensor
     """Row indices of the keys of all spans."""
+    real: Tensor | None = None
+    """Indices of the queries that are no padding; None without padding."""
+    hidden: Tensor | None = None
+    """With padding: which keys each query does not see, ``[size, 1, length, seen]``."""
+
+    @property
+    def real_queries(self) -> Tensor:
+        """Row indices of the queries, without padding."""
+        return self.queries if self.real is None else self.queries.index_select(0, self.real)
 
 
 def equal_spans(plan: Tensor) -> list[EqualSpans]:
@@ -51,7 +67,50 @@ def equal_spans(plan: Tensor) -> list[EqualSpans]:
     return found
 
 
-def blocks(plan: Tensor, *, window: int, chunk: int, scores: int = 0) -> Iterator[EqualSpans]:
+@once_per_tensor  # all layers have the same plan
+def padded_spans(plan: Tensor) -> list[EqualSpans]:
+    """Decode a plan as ``equal_spans`` does, and pad short spans, so that fewer calls suffice."""
+    found: list[EqualSpans] = []
+    short: dict[tuple[int, int], list[EqualSpans]] = {}
+    for run in equal_spans(plan):
+        scores = run.size * run.length * run.seen
+        if run.length and run.seen <= WIDENED_LENGTH and scores <= PADDED_SCORES:
+            size = -(-run.length // PADDED_TO), -(-run.seen // (4 * PADDED_TO))
+            short.setdefault(size, []).append(run)
+        else:
+            found.append(run)
+    found += [_padded(runs) if len(runs) > 1 else runs[0] for runs in short.values()]
+    return found
+
+
+def _padded(runs: list[EqualSpans]) -> EqualSpans:
+    """Pad spans by their last query and their last key, which are hidden or not used."""
+    device = runs[0].queries.device
+    sizes = torch.tensor([run.size for run in runs], device=device)
+    lengths, seen = (
+        torch.tensor(sizes_of, device=device).repeat_interleave(sizes).unsqueeze(1)
+        for sizes_of in ([run.length for run in runs], [run.seen for run in runs])
+    )
+    query, key = (torch.arange(int(x.max()), device=device) for x in (lengths, seen))
+    queries, keys = [], []
+    for run in runs:
+        queries.append(run.queries.view(run.size, -1)[:, query.clamp(max=run.length - 1)])
+        keys.append(run.keys.view(run.size, -1)[:, key.clamp(max=run.seen - 1)])
+    position = seen - lengths + torch.minimum(query, lengths - 1)
+    return EqualSpans(
+        size=len(lengths),
+        length=len(query),
+        seen=len(key),
+        queries=torch.cat(queries).flatten(),
+        keys=torch.cat(keys).flatten(),
+        real=(query < lengths).flatten().nonzero().flatten(),
+        hidden=(key > position.unsqueeze(-1)).unsqueeze(1),
+    )
+
+
+def blocks(
+    plan: Tensor, *, window: int, chunk: int, scores: int = 0, padded: bool = False
+) -> Iterator[EqualSpans]:
     """Yield blocks of a plan's queries, each with the keys that at least one of them sees.
 
     Args:
@@ -59,10 +118,12 @@ def blocks(plan: Tensor, *, window: int, chunk: int, scores: int = 0) -> Iterato
         window: the number of keys that a query sees, including its own; 0 for no window.
         chunk: the length of the chunks of a document outside of which no key is seen; 0 for none.
         scores: the number of heads if a block's scores are to be bounded by ``MAX_SCORES``, or 0.
+        padded: whether short spans may be padded, where neither window nor chunks divide them.
     """
-    for run in equal_spans(plan):
+    padded = padded and not any(0 < limit < WIDENED_LENGTH for limit in (window, chunk))
+    for run in padded_spans(plan) if padded else equal_spans(plan):
         whole = not scores and not chunk and not 0 < window < run.seen
-        if whole or not run.length:
+        if whole or not run.length or run.hidden is not None:
             yield run
             continue
         queries, keys = run.queries.view(run.size, -1), run.keys.view(run.size, -1)
@@ -114,7 +175,7 @@ def _kernel_inputs(
     inputs += [stacked(x, run.keys, run.size) for x in (k, v)]
     if run.seen <= WIDENED_LENGTH:
         inputs = [_widen(x) for x in inputs]
-    hidden = hidden_keys(run, window, q.device)
+    hidden = hidden_keys(run, window, q.device) if run.hidden is None else run.hidden
     if hidden is None:
         return inputs, None
     return inputs, inputs[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
@@ -204,7 +265,7 @@ def attend_by_span(
     out, logsumexp = _empty_outputs(q)
     explicit, plan = _is_explicit(q, cap), plan.to(q.device)
     bounded = q.shape[1] if explicit else 0
-    for run in blocks(plan, window=window, chunk=chunk, scores=bounded):
+    for run in blocks(plan, window=window, chunk=chunk, scores=bounded, padded=not explicit):
         inputs, mask = _kernel_inputs(run, q, k, v, window)
         if explicit:
             outputs, sums = _explicit(inputs, mask, scaling, cap)
@@ -214,9 +275,26 @@ def attend_by_span(
             column = sinks.to(sums.dtype).view(1, -1, 1)
             outputs = outputs * torch.sigmoid(sums - column).unsqueeze(-1).to(outputs.dtype)
             sums = torch.logaddexp(sums, column)
-        out.index_copy_(0, run.queries, outputs.transpose(1, 2).flatten(0, 1).to(q.dtype))
-        logsumexp.index_copy_(0, run.queries, sums.transpose(1, 2).flatten(0, 1))
+        _store(outputs, run, out)
+        _store(sums, run, logsumexp)
     return out, logsumexp
+
+
+def _store(found: Tensor, run: EqualSpans, rows: Tensor) -> None:
+    """Copy what was found for each query, ``[spans, heads, length, ...]``, into its row."""
+    by_query = found.transpose(1, 2).flatten(0, 1)
+    if run.real is not None:
+        by_query = by_query.index_select(0, run.real)
+    rows.index_copy_(0, run.real_queries, by_query.to(rows.dtype))
+
+
+def _upstream(gradient: Tensor, run: EqualSpans) -> Tensor:
+    """Return the gradients of a run's outputs, ``[spans, heads, length, d]``; padding has none."""
+    if run.real is None:
+        return stacked(gradient, run.queries, run.size)
+    found = gradient.new_zeros(len(run.queries), *gradient.shape[1:])
+    found.index_copy_(0, run.real, gradient.index_select(0, run.real_queries))
+    return found.view(run.size, -1, *found.shape[1:]).transpose(1, 2)
 
 
 def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,10 +322,12 @@ def attend_by_span_gradients(
     grad_k, grad_v = (torch.zeros_like(_widen(x)) for x in (k, v))
     explicit, plan = _is_explicit(q, cap), plan.to(q.device)
     bounded = q.shape[1] if explicit else 0
-    for run in blocks(plan, window=window, chunk=chunk, scores=bounded):
+    for run in blocks(plan, window=window, chunk=chunk, scores=bounded, padded=not explicit):
         inputs, mask = _kernel_inputs(run, q, k, v, window)
-        outputs = [stacked(x, run.queries, run.size) for x in (gradient, out)]
-        upstream, attended = (x.to(inputs[0].dtype) for x in outputs)
+        upstream, attended = (
+            x.to(inputs[0].dtype)
+            for x in (_upstream(gradient, run), stacked(out, run.queries, run.size))
+        )
         sums = logsumexp.index_select(0, run.queries).view(run.size, run.length, -1).mT
         if explicit:
             found = _explicit_gradients(upstream, inputs, attended, sums, mask, scaling, cap)
@@ -257,8 +337,8 @@ def attend_by_span_gradients(
                 attn_mask=mask,
                 scale=scaling,
             )
-        run_q, run_k, run_v = (x.transpose(1, 2).flatten(0, 1) for x in found)
-        grad_q.index_copy_(0, run.queries, run_q.to(q.dtype))
+        _store(found[0], run, grad_q)
+        run_k, run_v = (x.transpose(1, 2).flatten(0, 1) for x in found[1:])
         grad_k.index_add_(0, run.keys, run_k.to(grad_k.dtype))
         grad_v.index_add_(0, run.keys, run_v.to(grad_v.dtype))
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)

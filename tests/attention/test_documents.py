@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primerl import loss, testing
-from primerl.attention import Document, Span, attend, find_documents, kernels, lay_out
+from primerl.attention import (
+    Document,
+    Span,
+    attend,
+    find_documents,
+    kernels,
+    lay_out,
+    span_kernels,
+)
 
 PARTS = parts_of_documents(most=6, longest=5, most_before=4)
 
@@ -81,6 +89,32 @@ def test_spans_attend_as_under_a_mask(case, scaling):
         strict=True,
     ):
         torch.testing.assert_close(mine, other)
+
+
+def test_short_spans_of_many_lengths_are_few_calls():
+    """Four prompts of about 40 tokens, each with branches of 1 to 16 tokens."""
+    spans, begin = [], 0
+    for prompt in range(36, 40):
+        first = begin
+        begin += prompt + 8
+        spans.append(Document(first, begin))
+        for length in range(1, 17):
+            spans.append(Document(begin, begin + length, ((first, first + prompt),)))
+            begin += length
+    long = Document(begin, begin + 300)
+    plan = lay_out((*spans, long)).plan
+
+    def calls(**limits):
+        return list(span_kernels.blocks(plan, **{"window": 0, "chunk": 0, "padded": True} | limits))
+
+    assert len(calls(padded=False)) == 4 * 17 + 1
+    assert len(calls()) == 2 + 1  # the first documents, the branches, and the long one
+    assert len(calls(window=1000)) == len(calls(chunk=1000)) == 2 + 1
+    assert len(calls(window=100)) > 4 * 17  # windows are computed by blocks
+    rows = torch.cat([one.real_queries for one in calls()])
+    assert rows.sort().values.equal(torch.arange(long.end))
+    scores = sum(one.size * one.length * one.seen for one in calls())
+    assert scores < 2.5 * sum((one.end - one.begin) * one.length for one in (*spans, long))
 
 
 def test_a_rank_may_have_no_queries():

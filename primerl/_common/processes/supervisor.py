@@ -162,9 +162,9 @@ def _sweep(child: int, patience_s: float) -> None:
         return
     if not _all_ended(patience_s):
         # Spared: multiprocessing's resource tracker frees shared memory after the others ended.
-        _kill(lambda: {pid for pid in _descendants() if not _tracks_resources(pid)})
+        _kill(lambda: {pid for pid in descendants(os.getpid()) if not _tracks_resources(pid)})
     if not _all_ended(SWEEP_S):
-        _kill(_descendants)
+        _kill(lambda: descendants(os.getpid()))
         _all_ended(SWEEP_S)
 
 
@@ -172,7 +172,7 @@ def _all_ended(patience_s: float) -> bool:
     """Wait until all descendants have ended, at most ``patience_s``; return whether they have."""
     deadline = time.monotonic() + patience_s
     _ended()
-    while left := bool(_descendants()):
+    while left := bool(descendants(os.getpid())):
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S / 20)
@@ -198,14 +198,14 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _descendants() -> set[int]:
-    """Return the process ids of all descendants of this process."""
+def descendants(root: int) -> set[int]:
+    """Return the process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         found = _state_and_parent(int(name))
         if found is not None:
             children.setdefault(found[1], []).append(int(name))
-    tree = [os.getpid()]
+    tree = [root]
     for pid in tree:
         tree += children.get(pid, [])
     return set(tree[1:])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl._common.processes import launch, supervisor
+from primerl._common.processes.priority import lower_priority
 from primerl._common.progress import report
 from primerl.serving.names import FOLDER_BACKEND
 from primerl.serving.server.arguments import (
@@ -125,6 +126,7 @@ class VLLMServer:
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             raise ValueError(f"model={model!r} is not a folder; expected one, or an id on the hub")
         on_cpu = check_vllm_version()
+        self._gives_way = on_cpu and not in_foreground
         self.model = model
         self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
         if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
@@ -304,6 +306,8 @@ class VLLMServer:
             self.wait(stop=True)
             self._remove_folder(keep_log=True)
             raise
+        if self._gives_way:  # not before: other work could keep it from ever being ready
+            lower_priority(self._process.pid)
 
 
 def _send_key(process: "subprocess.Popen[bytes]", api_key: str) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,8 +61,8 @@ def versions_in(folder):
 def deltas(tmp_path):
     """A folder with version 1 in full, and 2 to 4 as deltas."""
     publisher = Publisher(tmp_path, encoding="delta", snapshot_every=4)
-    manifests = [publish(publisher, version) for version in range(1, 5)]
-    assert [m.kind for m in manifests] == ["full", "delta", "delta", "delta"]
+    published = [publish(publisher, version) for version in range(1, 5)]
+    assert [one.kind for one in published] == ["full", "delta", "delta", "delta"]
     return publisher
 
 
@@ -115,6 +116,19 @@ def test_writing_into_mapped_tensors_reaches_the_file_only_if_asked(tmp_path):
     assert same_bits(load_file(path), tensors_of(3))
     map_tensors(path, writable=True)["fp32"].zero_()
     assert load_file(path)["fp32"].eq(0).all()
+
+
+def test_the_time_for_which_tensors_are_awaited_counts_as_gathering(deltas):
+    def late():
+        for item in tensors_of(5).items():
+            time.sleep(0.01)
+            yield item
+
+    for kind in ("full", "delta"):
+        assert written(deltas, {"full": 5, "delta": 6}[kind], LAYOUT, late()).kind == kind
+        assert deltas.seconds.keys() == {"gather", "encode", "write"}
+        assert deltas.seconds["gather"] >= 0.01 * len(LAYOUT)
+        assert min(deltas.seconds.values()) >= 0.0
 
 
 def test_a_stream_that_is_not_what_was_announced_leaves_no_file(tmp_path):

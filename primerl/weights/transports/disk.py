@@ -268,7 +268,6 @@ class Disk(Transport):
 
     def _committed(self, version: int, written: Sequence[WrittenPart | None]) -> Receipt:
         """Publish what all ranks have written."""
-        size = self._parts.commit(written)
         found = [one for one in written if one is not None]
         digests = {name: digest for one in found for name, digest in one.tensors.items()}
         return Receipt(
@@ -276,7 +275,7 @@ class Disk(Transport):
             kind=DELTA if any(one.kind == DELTA for one in found) else FULL,
             digest=digest_of_all(digests),
             tensors=len(digests),
-            bytes=size,
+            bytes=self._parts.commit(written),
         )
 
     def _load(self, receipt: Receipt) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
@@ -286,7 +285,6 @@ class Disk(Transport):
         """
         servers: dict[str, list[dict[str, Any]]] = {}
         version = receipt.version
-        whole = receipt.kind != DELTA or receipt.fallback is not None
         update = {"folder": str(self._folder.resolve()), "version": version}
 
         def load() -> None:
@@ -305,7 +303,7 @@ class Disk(Transport):
             try:
                 load()
             except RuntimeError as error:
-                if whole:
+                if receipt.kind != DELTA or receipt.fallback is not None:
                     raise
                 servers.clear()
                 return str(error)

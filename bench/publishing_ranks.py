@@ -113,7 +113,7 @@ def main(folder, width, layers, encoding, transport_name):
             held = time.perf_counter() - began
             pending.wait()
             beside.append([held, time.perf_counter() - began])
-        part = transport._publisher.files
+        part = transport._parts.publisher.files
         written = sum(path.stat().st_size for path in part.glob("*.safetensors"))
         told = [None] * world.world_size
         own = {"written": written, "grown_mb": peak_mb() - before}

@@ -28,10 +28,10 @@ from publishing import Replica
 
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl._common.shared_folder import SharedFolder
-from primerl.weights.transports.publication_server import PublicationServer
-from primerl.weights.transports.publications import read_manifest
-from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.remote_file import RemoteFile
+from primerl.weights.transports.publications.manifests import read_manifest
+from primerl.weights.transports.publications.publisher import Publisher
+from primerl.weights.transports.publications.remote_file import RemoteFile
+from primerl.weights.transports.publications.server import PublicationServer
 
 WIDTH = 1024
 LAYER = 2 * (4 * WIDTH * WIDTH + 3 * 4 * WIDTH * WIDTH)  # bytes in bfloat16

@@ -168,12 +168,10 @@ def checkpoint_layout(
     *,
     dtype: torch.dtype | None = None,
     quantize: Quantizer | None = None,
-    layers: Iterable[Sequence[str]] | None = None,
 ) -> dict[str, TensorLayout]:
-    """Return the names, dtypes and shapes of ``checkpoint_tensors``, without gathering any.
+    """Return the names, dtypes and shapes of ``checkpoint_tensors``, in the same order.
 
-    They are in the same order. With ``layers``, the names of some layers' tensors, only those are
-    included.
+    Nothing is gathered.
 
     Raises:
         ValueError: the tensor names of a layer depend on other layers, so that the model cannot be
@@ -183,10 +181,9 @@ def checkpoint_layout(
     dtypes = wire_dtypes(model, dtype, quantize)
     empty = _empty_tensors(model, dtypes)
     by_layer: dict[str, Tensor] = {}
-    for names in layers_of(empty) if layers is None else layers:
+    for names in layers_of(empty):
         by_layer |= _empty_layer(model, names, empty, dtypes)
-    if layers is None:
-        _require_separate_layers(model, by_layer, empty)
+    _require_separate_layers(model, by_layer, empty)
     return _layout_of(by_layer, quantize)
 
 

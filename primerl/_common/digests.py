@@ -37,9 +37,14 @@ def flat(tensor: Tensor) -> Tensor:
     return elements.as_strided((1,), (1,)) if elements.numel() == 1 else elements
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes in row-major order, ``uint8[n]``, without a copy where possible."""
+    return flat(tensor).view(torch.uint8)
+
+
 def raw_bytes(tensor: Tensor) -> np.ndarray:
     """Return a tensor's bytes in row-major order, ``uint8[n]``; on the CPU without a copy."""
-    return flat(tensor.detach().cpu()).view(torch.uint8).numpy()
+    return as_bytes(tensor.detach().cpu()).numpy()
 
 
 def digest_of(tensor: Tensor) -> TensorDigest:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from primerl._common.digests import as_bytes
 from primerl._common.ranks import exchange
 from primerl._common.tensor_pieces import TensorPiece, my_pieces
 
@@ -106,7 +107,7 @@ class OwnedLayers:
             by_name.setdefault(piece.name, []).append(piece)
         sent = [
             [
-                _bytes_of(piece.values.to(self._device, dtypes[name]))
+                as_bytes(piece.values.to(self._device, dtypes[name]))
                 for name in names
                 for piece in by_name.get(name, ())
             ]
@@ -172,7 +173,3 @@ def _blocks_of_ranks(
         }
         for theirs in exchange(mine, group)
     ]
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -7,7 +7,7 @@ from torch import nn
 from primerl import replay
 from primerl._common.expert_modules import expert_modules
 from primerl.replay.codec import column_bytes
-from primerl.weights.transports import delta
+from primerl.weights.transports.publications import delta
 
 _SAMPLE = 2**20
 """Number of 16-bit words whose delta is encoded, to measure its size."""

@@ -302,7 +302,7 @@ class SandboxPool:
         """Hold one of the pool's ``concurrency`` permits, granted in order of arrival.
 
         A holder that waits for a second permit can deadlock. ``run`` and a session's calls each
-        take a permit; ``SandboxSession.execute_at_once`` does not.
+        take a permit.
 
         Raises:
             SandboxError: the pool isn't running.

@@ -144,10 +144,6 @@ class SandboxSession:
         done = await self._do("unpack", {}, stdin=snapshot.archive, timeout_s=timeout_s)
         self._checked(done, "snapshot")
 
-    async def execute_at_once(self, job: Job) -> Result:
-        """Execute a job under the caller's ``SandboxPool.turn``, for sessions that communicate."""
-        return await self._sandbox.execute(job)
-
     async def _do(
         self,
         kind: str,

@@ -12,8 +12,9 @@ from torch.distributed import FileStore
 from primerl._common.digests import digest_of, digest_of_all, raw_bytes
 from primerl._common.threads import thread_count
 from primerl.serving.worker.checked_loading import load_checked
-from primerl.weights.transports.broadcast_group import join_group, receive
-from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.transports.broadcasts.layers import receive
+from primerl.weights.transports.broadcasts.rendezvous import join_group
+from primerl.weights.transports.publications.folder_reader import FolderReader
 
 ROUNDING = 5e-5  # rounding error of logprobs in float32, in nats
 

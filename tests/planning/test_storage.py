@@ -10,7 +10,7 @@ from cluster_commands import planned_storage
 from primerl import checkpoint, parallel, planning, testing, track, weights
 from primerl.planning import storage
 from primerl.planning.server_memory import published_layers
-from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.transports.publications.folder_reader import FolderReader
 from primerl.weights.transports.receipts import Receipt
 
 TB = 10**12

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from publishing import Replicas, same_bits
 
 from primerl import models, parallel, testing, weights
-from primerl.weights.transports import publisher
+from primerl.weights.transports.publications import publisher
 
 
 def die():

@@ -11,7 +11,7 @@ from pathlib import Path
 from publishing import Replica, same_bits, train
 
 from primerl import models, testing, weights
-from primerl.weights.transports.publications import read_manifest
+from primerl.weights.transports.publications.manifests import read_manifest
 
 TRAINER, SERVER = "10.77.0.1", "10.77.0.2"
 

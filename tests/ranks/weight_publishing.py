@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from primerl import models, parallel, testing, weights
-from primerl.weights.transports import publisher
+from primerl.weights.transports.publications import publisher
 
 
 def peak_held(model):

@@ -100,7 +100,7 @@ def test_a_server_that_cannot_read_a_delta_from_the_trainer_loads_the_full_versi
 ):
     class Losing(Stale):
         def load_weights(self, update, *, version, timeout_s=600.0, send=None):
-            for path in transport._publisher.files.glob("*.delta.*"):
+            for path in transport._parts.publisher.files.glob("*.delta.*"):
                 path.unlink()
             return self.engine.load_weights(update, version=version, timeout_s=timeout_s)
 

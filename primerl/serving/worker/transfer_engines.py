@@ -34,15 +34,10 @@ from primerl.serving.worker.checked_loading import LoadedTensors, load_checked
 from primerl.serving.worker.preparation import Preparation
 from primerl.serving.worker.shared_keys import label_shared_keys
 from primerl.serving.worker.tensors_in_use import needed_here, served_names, tied_parameters
-from primerl.weights.transports.broadcast_group import (
-    Communicator,
-    Membership,
-    connect_nccl,
-    connected,
-    join_group,
-    receive,
-)
-from primerl.weights.transports.folder_reader import FolderReader
+from primerl.weights.transports.broadcasts.groups import Communicator, connect_nccl, connected
+from primerl.weights.transports.broadcasts.layers import receive
+from primerl.weights.transports.broadcasts.rendezvous import Membership, join_group
+from primerl.weights.transports.publications.folder_reader import FolderReader
 
 _JOIN_S = 300.0
 

@@ -2,30 +2,24 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from primerl._common.checkpoint_tensors import (
     Quantizer,
-    TensorLayout,
-    checkpoint_layout,
-    distinct_tensors,
     gathered_layers,
     layer_for_checkpoint,
     sized_layers,
-    structure_of,
 )
 from primerl._common.digests import digest_of_all
 from primerl._common.folder_owner import FolderOwner
 from primerl._common.host_memory import HostMemory
-from primerl._common.owned_layers import OwnedLayers
 from primerl._common.progress import report
 from primerl._common.ranks import (
     gloo_group,
@@ -37,8 +31,17 @@ from primerl._common.ranks import (
 from primerl._common.shared_folder import shared_memory
 from primerl._common.supported_adapters import refuse_unsupported_adapters
 from primerl._common.threads import in_thread, thread_count
-from primerl.weights.transports.publications import DELTA, FULL, FileSource, timeout_of
-from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.publications.manifests import (
+    DELTA,
+    FULL,
+    FileSource,
+    PublicationManifest,
+    part_name,
+    remove_parts,
+    timeout_of,
+)
+from primerl.weights.transports.publications.parts import PartWriter, WrittenPart
+from primerl.weights.transports.publications.publisher import Publisher
 from primerl.weights.transports.receipts import (
     Fetcher,
     Receipt,
@@ -46,16 +49,13 @@ from primerl.weights.transports.receipts import (
     check_receipts,
     on_all_ranks,
 )
+from primerl.weights.transports.shares import Shares, ranks_that_see, shares_of
 from primerl.weights.transports.transport import Transport
-from primerl.weights.transports.written_parts import (
-    WrittenPart,
-    part_name,
-    parts_of,
-    ranks_that_see,
-    remove_parts,
-)
 
 _LEAST_LOAD_S = 600.0
+
+_Layer = list[tuple[str, Tensor]]
+"""The tensors of a layer, by name."""
 
 
 class Disk(Transport):
@@ -122,19 +122,19 @@ class Disk(Transport):
         self._snapshot_every = snapshot_every
         self._folder = Path(str(folder))
         self._owner: FolderOwner | None = None
-        self._publisher: Publisher | None = None
+        publisher: Publisher | None = None
         if is_first_rank():
             self._owner = FolderOwner(self._folder.absolute())
             self._owner.hold()
             try:
-                self._publisher = self._new_publisher(self._folder)
+                publisher = self._new_publisher(self._folder)
             except BaseException:
                 self._close()  # the error may keep this object alive, and so the folder in use
                 raise
+        self._parts = PartWriter(publisher=publisher)
         # Found with the first publication:
-        self._owned: OwnedLayers | None = None
-        self._structure: dict[str, str] = {}  # of the model
-        self._layout: dict[str, TensorLayout] = {}  # of this rank's part
+        self._writers: list[int] = []
+        self._shares: Shares | None = None
         self._load_s = 0.0  # timeout of loading a version into one engine
         self._allowance = ""  # the same, as text
         self._limit_s = 0.0  # timeout of a publication
@@ -165,19 +165,25 @@ class Disk(Transport):
             self._owner.release()
 
     def _publish(self, version: int) -> Receipt:
-        return self._send(version, self._gathered(_on_host))
+        # Copied once, then hashed, compared and written on the CPU.
+        gathered, layers = self._gathered(lambda layer: [(name, one.cpu()) for name, one in layer])
+        return self._send(version, layers, gathered=gathered)
 
     def _start(self, version: int) -> "tuple[Callable[[], Receipt], Future[Receipt]]":
         """Copy this rank's part to host memory, which takes as much as a full version of it."""
-        layers = self._gathered(lambda layer: self._host_memory.copied(layer))
+        gathered, layers = self._gathered(lambda layer: self._host_memory.copied(layer))
         copies: list[_Layer] = []
+
+        def copy() -> float:
+            began = time.perf_counter()
+            copies.extend(layers)
+            return time.perf_counter() - began
+
         what = f"the copies of version {version} in the host memory of all ranks"
-        on_every_rank_gathering(
-            lambda: copies.extend(layers), layers.gathered, self._group, what=what
-        )
-        copied = _Timed(iter(copies), lambda layer: layer, seconds=layers.seconds)
+        copied_s = max(on_every_rank_gathering(copy, gathered, self._parts.group, what=what))
         sending = in_thread(
-            lambda: self._send(version, copied), finishing=f"the publication of version {version}"
+            lambda: self._send(version, copies, copied_s=copied_s),
+            finishing=f"the publication of version {version}",
         )
         return lambda: self._awaited(sending, version), sending
 
@@ -201,30 +207,51 @@ class Disk(Transport):
         on_every_rank_gathering(ended, iter(()), self._agreeing(), what=what)
         return sending.result()
 
-    def _gathered(self, to_host: Callable[["_Layer"], "_Layer"]) -> "_Timed":
-        """Return an iterator that gathers the layers that this rank owns, with all ranks."""
-        gathered = gathered_layers(
-            self._model, self._owned_layers(), dtype=self._dtype, quantize=self._quantize
-        )
+    def _gathered(
+        self, to_host: Callable[[_Layer], _Layer]
+    ) -> tuple[Iterator[object], Iterator[_Layer]]:
+        """Return the collectives that gather layers, and the layers that this rank owns.
+
+        All ranks iterate the collectives to the end, also after a failed conversion.
+        """
+        owned = self._divided().owned
+        gathered = gathered_layers(self._model, owned, dtype=self._dtype, quantize=self._quantize)
 
         def converted(layer: dict[str, Tensor]) -> _Layer:
             return to_host(
                 layer_for_checkpoint(self._model, layer, dtype=self._dtype, quantize=self._quantize)
             )
 
-        return _Timed(gathered, converted)
+        return gathered, map(converted, gathered)
 
-    def _send(self, version: int, layers: "_Timed") -> Receipt:
+    def _send(
+        self,
+        version: int,
+        layers: Iterable[_Layer],
+        *,
+        gathered: Iterable[object] = (),
+        copied_s: float = 0.0,
+    ) -> Receipt:
         """Write the layers, and have the engines load them.
 
         May run in a thread beside training, so it uses neither the model nor the default group.
         """
-        written = self._write(version, layers)
-        receipt = self._commit(version, written)
+        assert self._shares is not None, "layers are gathered before"
+        layout = self._shares.mine
+        size = sum(one.nbytes for one in layout.values())
+
+        def prepare(publisher: Publisher) -> tuple[PublicationManifest, dict[str, float]]:
+            tensors = (one for layer in layers for one in layer)
+            manifest = publisher.prepare(version, layout, tensors)
+            return manifest, publisher.seconds | {"gather": copied_s + publisher.seconds["gather"]}
+
+        written = self._parts.write(version, prepare, size=size, gathered=gathered)
+        receipt = self._committed(version, written)
         started = time.perf_counter()
         servers, error = self._load(receipt)
         if error is not None:
-            again = self._commit(version, self._write_whole(version))
+            whole = self._parts.write(version, lambda one: (one.prepare_whole(), {}), size=size)
+            again = self._committed(version, whole)
             receipt = attrs.evolve(again, bytes=receipt.bytes + again.bytes, fallback=error)
             servers, _ = self._load(receipt)
         seconds = {
@@ -232,67 +259,15 @@ class Disk(Transport):
             for phase in ("gather", "encode", "write")
         }
         seconds["load"] = time.perf_counter() - started
-        if self._publisher is not None:
-            self._publisher.forget_before_snapshot()
+        if self._parts.publisher is not None:
+            self._parts.publisher.forget_before_snapshot()
         if is_first_rank():
             remove_parts(self._folder, kept=self._writers)
         receipt = attrs.evolve(receipt, servers=servers, seconds=seconds)
-        return on_all_ranks(receipt, self._group)
+        return on_all_ranks(receipt, self._parts.group)
 
-    def _write(self, version: int, layers: "_Timed") -> list["WrittenPart | None"]:
-        """Write the layers that this rank owns; return what each rank has written."""
-
-        def work() -> dict[str, Any] | None:
-            if self._publisher is None:
-                return None
-            gathered_s = layers.seconds
-            started = time.perf_counter()
-            tensors = (one for layer in layers for one in layer)
-            try:
-                manifest = self._publisher.prepare(version, self._layout, tensors)
-            except OSError as error:
-                raise self._not_written(version, self._publisher, error) from error
-            seconds = {"gather": layers.seconds, "encode": self._publisher.encode_s}
-            seconds["write"] = time.perf_counter() - started + gathered_s - sum(seconds.values())
-            return WrittenPart.of(manifest, seconds).as_builtins()
-
-        what = f"the files of version {version} from all ranks"
-        return parts_of(on_every_rank_gathering(work, layers.gathered, self._group, what=what))
-
-    def _write_whole(self, version: int) -> list["WrittenPart | None"]:
-        """Write the version again, in full, from the copies that are kept for deltas."""
-
-        def work() -> dict[str, Any] | None:
-            if self._publisher is None:
-                return None
-            try:
-                manifest = self._publisher.prepare_whole()
-            except OSError as error:
-                raise self._not_written(version, self._publisher, error) from error
-            return WrittenPart.of(manifest, {}).as_builtins()
-
-        return parts_of(on_every_rank(work, self._group))
-
-    def _not_written(self, version: int, publisher: Publisher, error: OSError) -> RuntimeError:
-        size = sum(layout.nbytes for layout in self._layout.values())
-        return RuntimeError(
-            f"version {version} could not be written into {publisher.files}, which needs up to "
-            f"{size / 1e9:.1f} GB for it: {error}"
-        )
-
-    def _commit(self, version: int, written: Sequence["WrittenPart | None"]) -> Receipt:
-        """Publish what all ranks have written: the parts first, then rank 0's manifest."""
-
-        def work(*, first: bool) -> int:
-            if self._publisher is None or first is not (self._rank == 0):
-                return 0
-            parts = {
-                part_name(rank): one.digest for rank, one in enumerate(written) if rank and one
-            }
-            return self._publisher.commit(parts=parts if first else {})
-
-        sizes = on_every_rank(lambda: work(first=False), self._group)
-        sizes += on_every_rank(lambda: work(first=True), self._group)
+    def _committed(self, version: int, written: Sequence[WrittenPart | None]) -> Receipt:
+        """Publish what all ranks have written."""
         found = [one for one in written if one is not None]
         digests = {name: digest for one in found for name, digest in one.tensors.items()}
         return Receipt(
@@ -300,7 +275,7 @@ class Disk(Transport):
             kind=DELTA if any(one.kind == DELTA for one in found) else FULL,
             digest=digest_of_all(digests),
             tensors=len(digests),
-            bytes=sum(one.size for one in found) + sum(sizes),
+            bytes=self._parts.commit(written),
         )
 
     def _load(self, receipt: Receipt) -> tuple[dict[str, list[dict[str, Any]]], str | None]:
@@ -310,7 +285,6 @@ class Disk(Transport):
         """
         servers: dict[str, list[dict[str, Any]]] = {}
         version = receipt.version
-        whole = receipt.kind != DELTA or receipt.fallback is not None
         update = {"folder": str(self._folder.resolve()), "version": version}
 
         def load() -> None:
@@ -329,90 +303,48 @@ class Disk(Transport):
             try:
                 load()
             except RuntimeError as error:
-                if whole:
+                if receipt.kind != DELTA or receipt.fallback is not None:
                     raise
                 servers.clear()
                 return str(error)
             return None
 
         what = f"the loading of version {version}"
-        return servers, on_first_rank(work, self._group, what=what)
+        return servers, on_first_rank(work, self._parts.group, what=what)
 
-    def _owned_layers(self) -> OwnedLayers:
-        """Return the layers and their owners: the ranks that see the folder.
-
-        They are found with the first publication, and again when the model's tensors are others.
-        """
-        structure = structure_of(self._model)
-        if self._owned is not None:
-            same = on_every_rank(lambda: structure == self._structure, self._agreeing())
-            if all(same):
-                return self._owned
-        # Checks that the model can be sent layer by layer.
-        checkpoint_layout(self._model, dtype=self._dtype, quantize=self._quantize)
-        layers, sizes = sized_layers(self._model, self._dtype, self._quantize)
-        self._load_s = self._timeout_s or max(_LEAST_LOAD_S, timeout_of(sum(sizes)))
-        self._allowance = f"{sum(sizes) / 1e9:.1f} GB have {self._load_s:.0f} s"
+    def _divided(self) -> Shares:
+        """Return the layers that each rank writes, found again when the model's tensors change."""
+        if self._shares is not None and self._shares.still_fit(self._model, self._agreeing()):
+            return self._shares
+        size = sum(sized_layers(self._model, self._dtype, self._quantize)[1])
+        self._load_s = self._timeout_s or max(_LEAST_LOAD_S, timeout_of(size))
+        self._allowance = f"{size / 1e9:.1f} GB have {self._load_s:.0f} s"
         # Each engine may load a version twice, and the ranks write it before.
         loads = on_first_rank(lambda: 2 * len(self._engines) + 1)
         self._limit_s = loads * self._load_s + timeout_of(0)
-        if self._owned is None:
+        if self._shares is None:
             self._meet()
-        self._owned = OwnedLayers(
-            distinct_tensors(self._model),
-            layers,
-            sizes=sizes,
-            owners=self._writers,
-            group=self._group,
-        )
-        self._layout = checkpoint_layout(
+        self._shares = shares_of(
             self._model,
+            self._writers,
             dtype=self._dtype,
             quantize=self._quantize,
-            layers=self._owned.mine,
+            ranks=self._parts.group,
         )
         self._host_memory = HostMemory()
-        self._structure = structure
-        return self._owned
+        return self._shares
 
     def _meet(self) -> None:
         """Find the ranks that see the folder, each of which writes a part of each version."""
-        self._group = gloo_group(timeout_s=self._limit_s)
-        self._rank = 0 if self._group is None else dist.get_rank()
+        group = gloo_group(timeout_s=self._limit_s)
         self._folder = Path(on_first_rank(lambda: str(self._folder.absolute())))
-        self._writers = ranks_that_see(self._folder, self._group)
+        self._writers = ranks_that_see(self._folder, group)
+        self._parts = attrs.evolve(self._parts, group=group)
 
         def prepare() -> None:
-            if self._rank in self._writers[1:]:
-                self._publisher = self._new_publisher(self._folder / part_name(self._rank))
+            rank = self._parts.rank
+            if rank in self._writers[1:]:
+                publisher = self._new_publisher(self._folder / part_name(rank))
+                self._parts = attrs.evolve(self._parts, publisher=publisher)
 
-        on_every_rank(prepare, self._group)
-
-
-_Layer = list[tuple[str, Tensor]]
-"""The tensors of a layer, by name."""
-
-
-def _on_host(layer: _Layer) -> _Layer:
-    # Copied once, then hashed, compared and written on the CPU.
-    return [(name, tensor.cpu()) for name, tensor in layer]
-
-
-@attrs.define(eq=False)
-class _Timed:
-    """Iterator over gathered layers, converted to ``_Layer``, that measures how long they take."""
-
-    gathered: Iterator[Any]
-    """The collectives. All ranks iterate them to the end, also after a failed conversion."""
-    _converted: Callable[[Any], _Layer]
-    seconds: float = 0.0
-
-    def __iter__(self) -> "_Timed":
-        return self
-
-    def __next__(self) -> _Layer:
-        started = time.perf_counter()
-        try:
-            return self._converted(next(self.gathered))
-        finally:
-            self.seconds += time.perf_counter() - started
+        on_every_rank(prepare, group)

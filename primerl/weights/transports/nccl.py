@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,18 +15,20 @@ from primerl._common.checkpoint_tensors import (
     Quantizer,
     TensorLayout,
     owned_checkpoint_tensors,
-    structure_of,
 )
 from primerl._common.digests import TensorDigest, digest_of, digest_of_all
-from primerl._common.ranks import is_first_rank, on_every_rank, on_first_rank
+from primerl._common.ranks import gloo_group, is_first_rank, on_every_rank, on_first_rank
 from primerl._common.supported_adapters import refuse_unsupported_adapters
-from primerl.weights.transports.broadcast_group import (
+from primerl.weights.transports.broadcasts.groups import (
+    BroadcastGroups,
     Communicator,
-    Membership,
+    GroupFormation,
     connect_nccl,
     new_unique_id,
 )
-from primerl.weights.transports.publications import LEAST_TIMEOUT_S
+from primerl.weights.transports.broadcasts.layers import LayerSender
+from primerl.weights.transports.broadcasts.rendezvous import Membership
+from primerl.weights.transports.publications.manifests import LEAST_TIMEOUT_S
 from primerl.weights.transports.receipts import (
     Fetcher,
     Receipt,
@@ -33,7 +36,6 @@ from primerl.weights.transports.receipts import (
     check_receipts,
     on_all_ranks,
 )
-from primerl.weights.transports.senders import BroadcastGroups, GroupFormation, LayerSender
 from primerl.weights.transports.shares import Shares, as_announced, shares_of
 from primerl.weights.transports.transport import Transport
 
@@ -114,9 +116,10 @@ class NCCL(Transport):
         self._timeout_s = timeout_s
         self._connect = connect
         self._unique_id = unique_id
-        self._shares: Shares | None = None  # found with the first publication
+        # Found with the first publication:
+        self._group: dist.ProcessGroup | None = None  # a gloo group of all ranks
+        self._shares: Shares | None = None
         self._formation: GroupFormation | None = None
-        self._structure: dict[str, str] = {}  # of the model
 
     def _publish(self, version: int) -> Receipt:
         started = time.perf_counter()
@@ -138,36 +141,37 @@ class NCCL(Transport):
             seconds={"write": sending.seconds, "load": loaded_s},
             servers=servers,
         )
-        return on_all_ranks(receipt, shares.ranks)
+        return on_all_ranks(receipt, self._group)
 
     def _divided(self) -> tuple[Shares, GroupFormation]:
         """Return the senders' shares of the layers, and the formation of their groups.
 
         They are found with the first publication, and again when the model's tensors are others.
         """
-        structure = structure_of(self._model)
         if self._shares is not None and self._formation is not None:
-            if all(on_every_rank(lambda: structure == self._structure, self._agreeing())):
+            if self._shares.still_fit(self._model, self._agreeing()):
                 return self._shares, self._formation
             self._formation.leave()
+        else:
+            # Ranks wait for each other while rank 0's servers prepare or load a version.
+            self._group = gloo_group(timeout_s=self._timeout_s + LEAST_TIMEOUT_S)
         shares = shares_of(
             self._model,
             self._senders,
             dtype=self._dtype,
             quantize=self._quantize,
-            # Ranks wait for each other while rank 0's servers prepare or load a version.
-            timeout_s=self._timeout_s + LEAST_TIMEOUT_S,
+            ranks=self._group,
         )
         device = next(self._model.parameters()).device
         formation = GroupFormation(
-            ranks=shares.ranks,
-            sends=shares.rank in shares.senders,
+            ranks=self._group,
+            sends=shares.rank in shares.owners,
             address=self._address,
             timeout_s=self._timeout_s,
             connect=lambda place: self._connect(place, device),
             unique_id=self._unique_id,
         )
-        self._shares, self._formation, self._structure = shares, formation, structure
+        self._shares, self._formation = shares, formation
         return shares, formation
 
     def _load(
@@ -179,7 +183,7 @@ class NCCL(Transport):
 
         def send() -> None:
             # The other ranks wait here until rank 0's servers are ready to receive, or have failed.
-            on_first_rank(lambda: None, shares.ranks)
+            on_first_rank(lambda: None, self._group)
             self._send(shares, groups, sending)
 
         try:
@@ -206,7 +210,7 @@ class NCCL(Transport):
                 tensors=len(sending.digests),
             )
 
-        on_first_rank(outcome, shares.ranks)
+        on_first_rank(outcome, self._group)
         return servers
 
     def _send(self, shares: Shares, groups: BroadcastGroups, sending: "_Sending") -> None:
@@ -224,7 +228,7 @@ class NCCL(Transport):
         sending.failed = True
         device = next(self._model.parameters()).device
         sender = LayerSender(groups.connecting, device, timeout_s=self._timeout_s)
-        on_every_rank(sender.connect, shares.ranks)
+        on_every_rank(sender.connect, self._group)
         layers = owned_checkpoint_tensors(
             self._model, shares.owned, dtype=self._dtype, quantize=self._quantize
         )
@@ -232,13 +236,14 @@ class NCCL(Transport):
         def send(layout: Mapping[str, TensorLayout]) -> dict[str, Any]:
             layer = as_announced(next(layers), layout)
             sender.send([tensor.to(device) for tensor in layer.values()])
-            return {name: attrs.astuple(digest_of(tensor)) for name, tensor in layer.items()}
+            sent: dict[str, Any] = msgspec.to_builtins({n: digest_of(t) for n, t in layer.items()})
+            return sent
 
         for turn in shares.turns:
-            told = on_every_rank(functools.partial(send, turn[shares.rank]), shares.ranks)
-            for name, (dtype, shape, digest) in (one for part in told for one in part.items()):
-                sending.digests[name] = TensorDigest(dtype, tuple(shape), digest)
-            on_every_rank(sender.wait, shares.ranks)
+            told = on_every_rank(functools.partial(send, turn[shares.rank]), self._group)
+            for part in msgspec.convert(told, list[dict[str, TensorDigest]]):
+                sending.digests |= part
+            on_every_rank(sender.wait, self._group)
         sending.failed = False
         sending.seconds = time.perf_counter() - began
 

@@ -14,10 +14,10 @@ from torch import nn
 from primerl._common.checkpoint_tensors import Quantizer, published_bytes
 from primerl._common.ranks import on_first_rank
 from primerl._common.shared_folder import SharedFolder
-from primerl.weights.transports.broadcast_group import address_towards
+from primerl.weights.transports.broadcasts.rendezvous import address_towards
 from primerl.weights.transports.disk import Disk
-from primerl.weights.transports.publication_server import PublicationServer
-from primerl.weights.transports.publications import FileSource
+from primerl.weights.transports.publications.manifests import FileSource
+from primerl.weights.transports.publications.server import PublicationServer
 from primerl.weights.transports.receipts import Fetcher
 
 

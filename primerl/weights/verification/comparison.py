@@ -25,7 +25,7 @@ from primerl._common.ranks import (
     on_first_rank,
 )
 from primerl._common.supported_adapters import refuse_unsupported_adapters
-from primerl.weights.transports.publications import timeout_of
+from primerl.weights.transports.publications.manifests import timeout_of
 from primerl.weights.verification.served_tensors import (
     CONTENT,
     Reading,

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from primerl._common.digests import flat
+from primerl._common.digests import as_bytes
 from primerl._common.ranks import local_part, saved_tensors
 
 _WORD = torch.int64.itemsize
@@ -37,7 +37,7 @@ def changed_since(before: dict[str, Tensor], model: nn.Module) -> list[str]:
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return the fingerprint of a tensor; see ``fingerprints``."""
-    data = flat(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)
+    data = as_bytes(tensor.detach())
     if data.storage_offset() % _WORD:
         data = data.clone()
     words = data[: len(data) // _WORD * _WORD].view(torch.int64)

@@ -10,10 +10,12 @@ from forked_ranks import forked_ranks
 from publishing import BroadcastReplicas, StoreMeeting, same_bits, train
 
 from primerl import models, testing, weights
+from primerl._common.digests import as_bytes
 from primerl._common.threads import in_thread
-from primerl.weights.transports import broadcast_group, nccl
-from primerl.weights.transports.broadcast_group import address_towards
-from primerl.weights.transports.senders import LayerSender
+from primerl.weights.transports import nccl
+from primerl.weights.transports.broadcasts import groups
+from primerl.weights.transports.broadcasts.layers import LayerSender
+from primerl.weights.transports.broadcasts.rendezvous import Membership, address_towards
 
 
 def sent(model):
@@ -196,17 +198,17 @@ def test_nccl_carries_a_tensor_between_two_communicators():
     """Needs two GPUs and vLLM: rank 0 here, rank 1 in a thread."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU cannot be two NCCL ranks")
-    unique_id = broadcast_group.new_unique_id()
+    unique_id = groups.new_unique_id()
 
     def joined(rank):
-        place = broadcast_group.Membership(rank, 2, unique_id)
-        return broadcast_group.connect_nccl(place, torch.device("cuda", rank))
+        place = Membership(rank, 2, unique_id)
+        return groups.connect_nccl(place, torch.device("cuda", rank))
 
     def receive():
         tensor = torch.empty(1000, dtype=torch.bfloat16, device=torch.device("cuda", 1))
         communicator = joined(1)
         with torch.cuda.device(1):
-            communicator.broadcast(broadcast_group.as_bytes(tensor), src=0)
+            communicator.broadcast(as_bytes(tensor), src=0)
             torch.cuda.synchronize()
         return tensor.cpu()
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from primerl.weights.transports import delta
+from primerl.weights.transports.publications import delta
 
 BYTES = arrays(np.uint8, st.integers(0, 400))
 

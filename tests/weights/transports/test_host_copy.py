@@ -12,10 +12,10 @@ from publishing import same_bits
 
 from primerl._common import tensor_files
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl.weights.transports import host_copy
-from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.transports.publications import read_manifest
-from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.publications import host_copy
+from primerl.weights.transports.publications.folder_reader import FolderReader
+from primerl.weights.transports.publications.manifests import read_manifest
+from primerl.weights.transports.publications.publisher import Publisher
 
 SIZE = 1 << 20  # bytes of each of four tensors
 

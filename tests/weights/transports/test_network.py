@@ -21,12 +21,12 @@ from waiting import until
 
 from primerl import models, testing, weights
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl.weights.transports import publisher, remote_file
-from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.transports.publication_server import PublicationServer
-from primerl.weights.transports.publications import FileSource, read_manifest
-from primerl.weights.transports.publisher import Publisher
-from primerl.weights.transports.remote_file import RemoteFile
+from primerl.weights.transports.publications import publisher, remote_file
+from primerl.weights.transports.publications.folder_reader import FolderReader
+from primerl.weights.transports.publications.manifests import FileSource, read_manifest
+from primerl.weights.transports.publications.publisher import Publisher
+from primerl.weights.transports.publications.remote_file import RemoteFile
+from primerl.weights.transports.publications.server import PublicationServer
 
 NAMES = "abcd"
 SIZE = 100_000  # bytes of each tensor
@@ -560,7 +560,7 @@ class Tampering(Replicas):
 def test_a_delta_that_cannot_be_read_is_followed_by_the_full_version(tmp_path):
     model, servers = testing.tiny_model("llama"), Tampering()
     with weights.Network(model, servers, folder=tmp_path, encoding="delta") as transport:
-        servers.memory = transport._publisher.files
+        servers.memory = transport._parts.publisher.files
         assert transport.publish(1).fallback is None
         train(model)
         receipt = transport.publish(2)
@@ -574,14 +574,14 @@ def test_the_memory_is_freed_at_the_end_and_with_the_transport(tmp_path):
     model, servers = testing.tiny_model("llama"), Replicas()
     transport = weights.Network(model, servers, folder=tmp_path)
     transport.publish(1)
-    files, source = transport._publisher.files, read_manifest(tmp_path, 1).source
+    files, source = transport._parts.publisher.files, read_manifest(tmp_path, 1).source
     assert (files.stat().st_mode & 0o777, source.host) == (0o700, "127.0.0.1")
     transport._close()
     assert not files.exists()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((source.host, source.port))
     again = weights.Network(model, servers, folder=tmp_path)
-    files = again._publisher.files
+    files = again._parts.publisher.files
     del again
     assert not files.exists()
     servers.close()
@@ -610,7 +610,7 @@ def test_memory_without_room_for_the_full_version_after_a_delta(tmp_path, monkey
 
     model, servers = testing.tiny_model("llama"), Tampering()
     with weights.Network(model, servers, folder=tmp_path, encoding="delta") as transport:
-        servers.memory = transport._publisher.files
+        servers.memory = transport._parts.publisher.files
         transport.publish(1)
         train(model)
         monkeypatch.setattr(publisher.Publisher, "_write_full", full)

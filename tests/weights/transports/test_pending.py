@@ -11,8 +11,8 @@ from publishing import Replicas, same_bits, train
 
 from primerl import models, testing, weights
 from primerl._common.threads import in_thread, wait_for_work
-from primerl.weights.transports import publisher
 from primerl.weights.transports import transport as transports
+from primerl.weights.transports.publications import publisher
 
 
 class Slow(Replicas):

@@ -13,9 +13,9 @@ from forked_ranks import forked_ranks
 from publishing import same_bits
 
 from primerl._common.checkpoint_tensors import TensorLayout
-from primerl.weights.transports import host_copy, publications
-from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.publications import host_copy, manifests
+from primerl.weights.transports.publications.folder_reader import FolderReader
+from primerl.weights.transports.publications.publisher import Publisher
 
 
 class Ranks:
@@ -148,7 +148,7 @@ def test_the_time_limit_of_a_copy_follows_from_the_bytes_of_all_parts(
     ranks = Ranks(tmp_path, encoding="delta")
     ranks.publish(1)
     size = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-    monkeypatch.setattr(publications, "LEAST_BYTES_PER_S", size / 400.0)
+    monkeypatch.setattr(manifests, "LEAST_BYTES_PER_S", size / 400.0)
     allowed = []
 
     def expired(path, *, exclusive, timeout_s):

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from primerl._common import shared_folder, tensor_files
 from primerl._common.checkpoint_tensors import TensorLayout
 from primerl._common.shared_folder import SharedFolder, acquire, shared_memory
 from primerl._common.tensor_files import map_tensors, write_tensors
-from primerl.weights.transports import folder_reader, host_copy, publications
-from primerl.weights.transports.folder_reader import FolderReader
-from primerl.weights.transports.publisher import Publisher
+from primerl.weights.transports.publications import folder_reader, host_copy, manifests
+from primerl.weights.transports.publications.folder_reader import FolderReader
+from primerl.weights.transports.publications.publisher import Publisher
 
 
 def tensors_of(version):
@@ -60,8 +61,8 @@ def versions_in(folder):
 def deltas(tmp_path):
     """A folder with version 1 in full, and 2 to 4 as deltas."""
     publisher = Publisher(tmp_path, encoding="delta", snapshot_every=4)
-    manifests = [publish(publisher, version) for version in range(1, 5)]
-    assert [m.kind for m in manifests] == ["full", "delta", "delta", "delta"]
+    published = [publish(publisher, version) for version in range(1, 5)]
+    assert [one.kind for one in published] == ["full", "delta", "delta", "delta"]
     return publisher
 
 
@@ -115,6 +116,19 @@ def test_writing_into_mapped_tensors_reaches_the_file_only_if_asked(tmp_path):
     assert same_bits(load_file(path), tensors_of(3))
     map_tensors(path, writable=True)["fp32"].zero_()
     assert load_file(path)["fp32"].eq(0).all()
+
+
+def test_the_time_for_which_tensors_are_awaited_counts_as_gathering(deltas):
+    def late():
+        for item in tensors_of(5).items():
+            time.sleep(0.01)
+            yield item
+
+    for kind in ("full", "delta"):
+        assert written(deltas, {"full": 5, "delta": 6}[kind], LAYOUT, late()).kind == kind
+        assert deltas.seconds.keys() == {"gather", "encode", "write"}
+        assert deltas.seconds["gather"] >= 0.01 * len(LAYOUT)
+        assert min(deltas.seconds.values()) >= 0.0
 
 
 def test_a_stream_that_is_not_what_was_announced_leaves_no_file(tmp_path):
@@ -178,7 +192,7 @@ def test_deltas_are_followed_one_by_one(tmp_path, reader):
 
 
 def test_an_unchanged_tensor_is_not_sent(deltas):
-    forms = publications.read_manifest(deltas.folder, 2).forms
+    forms = manifests.read_manifest(deltas.folder, 2).forms
     assert forms["fixed"] == forms["none"] == "same"
     assert forms["table"] == "delta"
     assert forms["fp32"] == "full", "smaller than its difference"
@@ -190,9 +204,7 @@ def test_a_late_joiner_and_one_that_missed_versions(deltas, reader):
     assert same_bits(read(late, 4), tensors_of(4))
     late.close()
     assert same_bits(read(reader, 2), tensors_of(2))
-    steps = publications.chain(
-        deltas.folder, 4, have=publications.read_manifest(deltas.folder, 2).digest
-    )
+    steps = manifests.chain(deltas.folder, 4, have=manifests.read_manifest(deltas.folder, 2).digest)
     assert [step.version for step in steps] == [3, 4]
     assert same_bits(read(reader, 4), tensors_of(4))
 
@@ -265,7 +277,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next():
 def test_a_copy_that_the_shared_memory_has_no_room_for_is_on_disk(
     deltas, reader, tmp_path_factory, monkeypatch
 ):
-    size = sum(one.nbytes for one in publications.read_manifest(deltas.folder, 1).tensors.values())
+    size = sum(one.nbytes for one in manifests.read_manifest(deltas.folder, 1).tensors.values())
     disk, usage = tmp_path_factory.mktemp("disk"), shutil.disk_usage(deltas.folder)
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
     free = [2 * size - 1]
@@ -441,7 +453,7 @@ def test_what_an_interrupted_writer_left_is_no_publication_and_is_removed(deltas
     assert versions_in(deltas.folder) == [1, 2, 3, 4]
     manifest = publish(deltas, 5)
     assert not partial.exists()
-    assert publications.check_file(deltas.folder, manifest)
+    assert manifests.check_file(deltas.folder, manifest)
 
 
 def test_an_error_while_gathering_publishes_nothing_and_the_next_is_whole(deltas):
@@ -639,5 +651,5 @@ def test_a_part_of_another_publication_is_refused(tmp_path):
 
 
 def test_the_time_limit_follows_from_the_bytes():
-    assert publications.timeout_of(10**9) == 300.0
-    assert publications.timeout_of(747 * 10**9) == pytest.approx(7470.0)
+    assert manifests.timeout_of(10**9) == 300.0
+    assert manifests.timeout_of(747 * 10**9) == pytest.approx(7470.0)

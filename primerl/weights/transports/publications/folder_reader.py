@@ -11,8 +11,8 @@ from torch import Tensor
 from primerl._common.digests import HashedTensor, TensorDigest
 from primerl._common.tensor_files import MappedFiles
 from primerl._common.threads import BoundedThreads, thread_count
-from primerl.weights.transports.host_copy import HostCopy
-from primerl.weights.transports.publications import (
+from primerl.weights.transports.publications.host_copy import HostCopy
+from primerl.weights.transports.publications.manifests import (
     PublicationManifest,
     chain,
     check_file,

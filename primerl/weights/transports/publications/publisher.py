@@ -1,6 +1,5 @@
 """``Publisher``, which writes full versions and deltas into a folder of publications."""
 
-import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +22,8 @@ from primerl._common.digests import (
 from primerl._common.files import whole_or_nothing
 from primerl._common.tensor_files import as_tensor, write_tensors
 from primerl._common.threads import BoundedThreads
-from primerl.weights.transports import delta
-from primerl.weights.transports.publications import (
+from primerl.weights.transports.publications import delta
+from primerl.weights.transports.publications.manifests import (
     DELTA,
     FULL,
     SAME,
@@ -96,8 +95,9 @@ class Publisher:
         self.snapshot: int | None = None
         """The last full version. Receivers need no version before it."""
         self._threads = threads
-        self.encode_s = 0.0
-        """Seconds that the last publication waited for differences, digests included."""
+        self.seconds: dict[str, float] = {}
+        """Seconds of the last version: ``gather`` waited for the tensors, ``encode`` for
+        differences, digests included, and ``write`` did everything else."""
 
     def prepare(
         self,
@@ -113,7 +113,9 @@ class Publisher:
         self._prepared = None
         self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         sent, self._sent = self._sent, None  # after an error, the copy is not a valid base
-        self.encode_s = 0.0
+        self.seconds = {"gather": 0.0, "encode": 0.0}
+        started = time.perf_counter()
+        tensors = self._arriving(tensors)
         if sent and self._follows(sent, version, layout):
             manifest, kept = self._write_delta(version, layout, tensors, sent), sent.tensors
             self._since_snapshot += 1
@@ -125,7 +127,18 @@ class Publisher:
         if self._deltas:
             self._sent = _Sent(manifest, dict(layout), kept)
         self._prepared = manifest
+        self.seconds["write"] = time.perf_counter() - started - sum(self.seconds.values())
         return manifest
+
+    def _arriving(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        iterator = iter(tensors)
+        while True:
+            started = time.perf_counter()
+            one = next(iterator, None)
+            self.seconds["gather"] += time.perf_counter() - started
+            if one is None:
+                return
+            yield one
 
     def commit(self, *, parts: Mapping[str, str] | None = None) -> int:
         """Publish the version that was prepared, together with the ``parts`` of other ranks.
@@ -134,12 +147,7 @@ class Publisher:
         """
         assert self._prepared is not None, "prepare comes before commit"
         manifest = attrs.evolve(self._prepared, parts=dict(parts or {}))
-        fields = attrs.asdict(manifest, recurse=False)
-        fields["tensors"] = {
-            name: [one.dtype, one.shape, one.digest] for name, one in manifest.tensors.items()
-        }
-        fields["source"] = manifest.source and attrs.asdict(manifest.source)
-        text = json.dumps(fields).encode()
+        text = manifest.as_json()
         mode = 0o666 if manifest.source is None else 0o600  # the source's token is a secret
         path = manifest_path(self.folder, manifest.version)
         with whole_or_nothing(path, mode=mode) as file:
@@ -253,9 +261,9 @@ class Publisher:
                 encoding[name] = threads.submit(
                     _encoded, tensor, sent.tensors[name], sent.manifest.tensors[name]
                 )
-                self.encode_s += time.perf_counter() - started
+                self.seconds["encode"] += time.perf_counter() - started
             started = time.perf_counter()
-        self.encode_s += time.perf_counter() - started
+        self.seconds["encode"] += time.perf_counter() - started
         if missing := sorted(layout.keys() - encoding.keys()):
             raise ValueError(f"version {version}: missing tensors: {', '.join(missing[:5])}")
         encoded = {name: task.result() for name, task in encoding.items()}

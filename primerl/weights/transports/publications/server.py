@@ -21,7 +21,7 @@ from typing import Any
 
 from primerl._common.files import member
 from primerl._common.threads import in_thread
-from primerl.weights.transports.publications import (
+from primerl.weights.transports.publications.manifests import (
     FileSource,
     hold,
     is_tensor_file,

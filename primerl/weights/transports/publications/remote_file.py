@@ -15,18 +15,18 @@ import attrs
 from primerl._common.files import whole_or_nothing
 from primerl._common.tensor_files import ByteMove, moves_between
 from primerl._common.threads import BoundedThreads
-from primerl.weights.transports.publication_server import (
+from primerl.weights.transports.publications.manifests import (
+    FileSource,
+    PublicationManifest,
+    describe,
+    timeout_of,
+)
+from primerl.weights.transports.publications.server import (
     REFUSALS,
     REQUEST,
     SENT,
     left_until,
     shut,
-)
-from primerl.weights.transports.publications import (
-    FileSource,
-    PublicationManifest,
-    describe,
-    timeout_of,
 )
 
 _SILENT_S = 60.0  # a host that sends nothing for so long, or does not let connect, is dead

@@ -1,12 +1,10 @@
-"""The ranks that broadcast a trainer's weights, each in an NCCL group of its own."""
+"""NCCL groups, each of one rank of a trainer and the engines' workers."""
 
-import contextlib
 import socket
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import attrs
@@ -14,18 +12,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl._common.optional import require
 from primerl._common.ranks import exchange, on_every_rank, on_first_rank
 from primerl._common.threads import in_thread
-from primerl.weights.transports.broadcast_group import (
-    Communicator,
+from primerl.weights.transports.broadcasts.rendezvous import (
     Membership,
     Rendezvous,
     address_towards,
-    as_bytes,
-    connected,
 )
 
-_POLL_S = 0.001
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Protocol of objects that connect the ranks of a group."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Fill ``tensor`` with rank ``src``'s tensor; on a GPU, in stream order."""
+        ...
+
+    def destroy(self) -> None:
+        """Leave the group. A broadcast that waits for others, in any thread, gives up."""
+        ...
+
+
+def new_unique_id() -> bytes:
+    """Create the id of a new NCCL group, with vLLM's binding of the library."""
+    wrapper = require("vllm.distributed.device_communicators.pynccl_wrapper", extra="vllm")
+    return bytes(wrapper.NCCLLibrary().ncclGetUniqueId().internal)
+
+
+def connect_nccl(place: Membership, device: torch.device) -> Communicator:
+    """Connect with vLLM's NCCL communicator; block until all members have joined.
+
+    Raises:
+        RuntimeError: NCCL does not work on this machine.
+    """
+    pynccl = require("vllm.distributed.device_communicators.pynccl", extra="vllm")
+    communicator: Any = pynccl.PyNcclCommunicator.from_unique_id_bytes(
+        place.unique_id, rank=place.rank, world_size=place.world_size, device=device
+    )
+    if communicator.disabled:  # its broadcasts would silently do nothing
+        raise RuntimeError(
+            "NCCL is not available on this machine; weights.NCCL needs GPUs for the trainer and "
+            "the engines"
+        )
+    found: Communicator = communicator
+    return found
+
+
+def connected(connecting: "Future[Communicator]", *, to: str, timeout_s: float) -> Communicator:
+    """Wait for a communicator that connects in a thread; ``to`` names its peers in the error.
+
+    Raises:
+        RuntimeError: it did not connect within ``timeout_s``.
+    """
+    if not wait([connecting], timeout_s).done:
+        raise RuntimeError(f"connecting to {to} by NCCL took longer than {timeout_s:g} s")
+    return connecting.result()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -123,75 +166,3 @@ class GroupFormation:
             meeting=meeting,
             connecting=connecting,
         )
-
-
-class LayerSender:
-    """Broadcasts the layers of this rank to the workers of its group.
-
-    On a GPU, it broadcasts on a CUDA stream of its own. If a worker is lost, that stream waits
-    forever, while the trainer's own work goes on.
-
-    Args:
-        connecting: the communicator, once the group is connected; None if this rank has no layers.
-        device: the trainer's device.
-        timeout_s: how long connecting may take, and then all broadcasts together.
-    """
-
-    def __init__(
-        self,
-        connecting: "Future[Communicator] | None",
-        device: torch.device,
-        *,
-        timeout_s: float,
-    ) -> None:
-        self._connecting = connecting
-        self._communicator: Communicator | None = None
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._timeout_s = timeout_s
-        self._deadline = 0.0
-        self._held: list[Tensor] = []  # keeps memory that a broadcast still reads
-
-    def connect(self) -> None:
-        """Wait until the group is connected.
-
-        Raises:
-            RuntimeError: it was not connected in time.
-        """
-        if self._connecting is not None:
-            self._communicator = connected(
-                self._connecting, to="the engines", timeout_s=self._timeout_s
-            )
-        self._deadline = time.monotonic() + self._timeout_s
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast tensors in order; on a GPU, return before the workers have them."""
-        if self._communicator is None:
-            assert not tensors, "only ranks with a group own layers"
-            return
-        self._held = [as_bytes(tensor) for tensor in tensors]
-        with self._on_own_stream():
-            for tensor in self._held:
-                self._communicator.broadcast(tensor, src=0)
-
-    def wait(self) -> None:
-        """Wait until all workers have what was sent.
-
-        Raises:
-            RuntimeError: they did not receive it in time.
-        """
-        while self._stream is not None and not self._stream.query():
-            if time.monotonic() > self._deadline:
-                raise RuntimeError(f"the broadcast took longer than {self._timeout_s:g} s")
-            time.sleep(_POLL_S)
-        self._held = []
-
-    @contextlib.contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield

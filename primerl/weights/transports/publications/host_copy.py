@@ -17,8 +17,8 @@ from primerl._common.files import whole_or_nothing
 from primerl._common.shared_folder import SharedFolder, acquire
 from primerl._common.tensor_files import copy_tensors, copy_without_tensors, map_tensors
 from primerl._common.threads import BoundedThreads
-from primerl.weights.transports import delta
-from primerl.weights.transports.publications import (
+from primerl.weights.transports.publications import delta
+from primerl.weights.transports.publications.manifests import (
     DELTA,
     FULL,
     SAME,
@@ -27,7 +27,7 @@ from primerl.weights.transports.publications import (
     check_file,
     describe,
 )
-from primerl.weights.transports.remote_file import RemoteFile
+from primerl.weights.transports.publications.remote_file import RemoteFile
 
 
 class HostCopy:

@@ -6,6 +6,8 @@ import ipaddress
 import json
 import os
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,6 +101,15 @@ class PublicationManifest:
     def copied(self) -> bool:
         """Whether hosts keep a copy of the tensors, for deltas or because the file is elsewhere."""
         return self.deltas_follow or self.source is not None
+
+    def as_json(self) -> bytes:
+        """Return the content of the manifest's file."""
+        fields = attrs.asdict(self, recurse=False)
+        fields["tensors"] = {
+            n: [one.dtype, one.shape, one.digest] for n, one in self.tensors.items()
+        }
+        fields["source"] = self.source and attrs.asdict(self.source)
+        return json.dumps(fields).encode()
 
 
 def manifest_path(folder: Path, version: int) -> Path:
@@ -233,3 +244,16 @@ def chain(folder: Path, version: int, *, have: str | None = None) -> list[Public
             )
         manifest = parent
     return steps
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the subfolder of a rank's part."""
+    return f"part-{rank:04d}"
+
+
+def remove_parts(folder: Path, *, kept: Sequence[int]) -> None:
+    """Remove the parts of ranks that write no longer, after a run was resumed on fewer."""
+    names = {part_name(rank) for rank in kept}
+    for path in folder.glob("part-[0-9][0-9][0-9][0-9]"):
+        if path.name not in names and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Broadcasts of weights by NCCL: groups of a trainer's rank and workers, and what they send."""

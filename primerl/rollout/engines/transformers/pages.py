@@ -264,7 +264,12 @@ class PageTable:
                 self._free(page)
 
     def release_windows(
-        self, pages: Sequence[Page], places: Sequence[Page], *, keep: bool = True
+        self,
+        pages: Sequence[Page],
+        places: Sequence[Page],
+        *,
+        keep: bool = True,
+        likely: bool = True,
     ) -> None:
         """Take one user from each page that has room in layers with windows.
 
@@ -273,6 +278,7 @@ class PageTable:
             places: for each page the one that is found by its tokens. If that one has given up its
                 room, it gets the page's.
             keep: whether what can be found is kept until its room is needed.
+            likely: whether others are likely to go on from here; the rest is discarded first.
         """
         for page, place in zip(pages, places, strict=True):
             if not page.window_index:
@@ -283,9 +289,9 @@ class PageTable:
             complete = page.computed == place.computed == len(place.key or ()) == PAGE_TOKENS
             if keep and place is not page and complete and not place.window_index:
                 place.window_index, page.window_index = page.window_index, 0
-                self.windowed_pool.idle[place] = None
+                self._keep_window(place, likely=likely)
             elif keep and page.key is not None and page.computed >= len(page.key):
-                self.windowed_pool.idle[page] = None
+                self._keep_window(page, likely=likely)
             else:
                 self._give_up_window(page)
 
@@ -340,6 +346,10 @@ class PageTable:
         self.pool.free.append(page.index)
         if page.window_index:
             self._give_up_window(page)
+
+    def _keep_window(self, page: Page, *, likely: bool) -> None:
+        self.windowed_pool.idle[page] = None
+        self.windowed_pool.idle.move_to_end(page, last=likely)
 
     def _give_up_window(self, page: Page) -> None:
         self.windowed_pool.idle.pop(page, None)

@@ -405,10 +405,15 @@ class Scheduler:
 
     def _give_up_unseen(self, request: BatchedRequest) -> None:
         """Give up pages, in layers with windows, that no coming token of a request sees."""
-        first, last = request.window_start, self.pages.first_seen(request.computed)
-        if first < last:
-            self.pages.release_windows(request.pages[first:last], request.places[first:last])
-            request.window_start = last
+        last = self.pages.first_seen(request.computed)
+        for number in range(request.window_start, last):
+            # Groups share a prompt up to its end; few requests go on from elsewhere.
+            end = request.prompt_length - 1
+            likely = self.pages.first_seen(end) <= number <= end // PAGE_TOKENS
+            self.pages.release_windows(
+                [request.pages[number]], [request.places[number]], likely=likely
+            )
+        request.window_start = max(request.window_start, last)
 
     def _release(self, request: BatchedRequest, *, keep: bool) -> None:
         first = request.window_start

@@ -44,4 +44,4 @@ def most_sampled(engine):
 
 
 def pages_in_use(engine):
-    return engine._decoder._scheduler.pages.used
+    return sum(pool.used for pool in engine._decoder._scheduler.pages.pools)

@@ -16,7 +16,11 @@ from served_models import generate_all, perturbed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from primerl import rollout, testing
-from primerl.rollout.engines.transformers.cuda_graphs import DecodingGraphs, DecodingStep
+from primerl.rollout.engines.transformers.cuda_graphs import (
+    HEADER,
+    DecodingGraphs,
+    DecodingStep,
+)
 from primerl.rollout.engines.transformers.decoder import Decoder, NextTokenLogits, find_shapes
 from primerl.rollout.engines.transformers.kv_cache import PagedCache
 from primerl.rollout.engines.transformers.model_attention import switch_to_pages
@@ -32,8 +36,9 @@ def paged(model):
     """Switch a copy of the model to pages; return it with a cache."""
     served = copy.deepcopy(model).requires_grad_(False)
     switch_to_pages(served)
+    shapes = find_shapes(served).shapes
     return NextTokenLogits(served), PagedCache(
-        find_shapes(served).shapes, device=torch.device("cpu"), pages=PAGES
+        shapes, device=torch.device("cpu"), pages=PAGES, windowed_pages=PAGES
     )
 
 
@@ -78,7 +83,7 @@ def decoder_of(model, cache, **settings):
     return Decoder(
         model,
         cache,
-        PageTable(PAGES),
+        PageTable(PAGES, window=cache.window, windowed_pages=PAGES),
         max_concurrent=8,
         max_step_tokens=512,
         recompute=True,
@@ -201,8 +206,9 @@ def test_a_step_uses_no_tensors_of_another_device(family):
         named = [*step.named_parameters(), *step.named_buffers()]
         tensors = {name: elsewhere(tensor) for name, tensor in named}
         cache.layers = [elsewhere(layer) for layer in cache.layers]
-        inputs = torch.zeros(4, 5, dtype=torch.int64, device="meta")
-        logits = torch.func.functional_call(step, tensors, (inputs, cache))
+        width = HEADER + 2 + min(2, cache.window_pages)
+        inputs = torch.zeros(4, width, dtype=torch.int64, device="meta")
+        logits = torch.func.functional_call(step, tensors, (inputs, cache, 2))
     assert (logits.device.type, len(logits)) == ("meta", 4)
 
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.pages import (
+    PAGE_TOKENS,
+    PageTable,
+    Prefix,
+    pages_of_span,
+)
 from primerl.rollout.engines.transformers.scheduler import BatchedRequest, Scheduler
 from primerl.rollout.engines.transformers.snapshots import SEGMENT_TOKENS, StateRows
 from primerl.types import SamplingParams
@@ -24,12 +29,25 @@ def request(tokens, max_tokens=4):
 class FakeModel:
     """Plays the forward pass: notes what each place in the cache holds, and checks what is read.
 
-    With ``state_rows``, the model has recurrent states, too.
+    With ``state_rows``, the model has recurrent states, too; with ``window``, it has layers with
+    windows.
     """
 
-    def __init__(self, *, pages, max_concurrent=8, max_step_tokens=64, seed=0, state_rows=0):
+    def __init__(
+        self,
+        *,
+        pages,
+        max_concurrent=8,
+        max_step_tokens=64,
+        seed=0,
+        state_rows=0,
+        window=None,
+        windowed_pages=0,
+    ):
+        self.window = window
+        self.seen = {}
         self.scheduler = Scheduler(
-            PageTable(pages),
+            PageTable(pages, window=window, windowed_pages=windowed_pages),
             max_concurrent=max_concurrent,
             max_step_tokens=max_step_tokens,
             states=StateRows(state_rows) if state_rows else None,
@@ -46,10 +64,16 @@ class FakeModel:
         for page in plan.reallocated:
             for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
                 self.stored.pop(slot, None)
+        for page in plan.reallocated_windows:
+            for slot in range(page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS):
+                self.seen.pop(slot, None)
         for copy in plan.copies:
             for place in range(copy.tokens):
                 value = self.stored[copy.source.index * PAGE_TOKENS + place]
                 self.stored[copy.target.index * PAGE_TOKENS + place] = value
+                if self.window is not None:
+                    value = self.seen[copy.source.window_index * PAGE_TOKENS + place]
+                    self.seen[copy.target.window_index * PAGE_TOKENS + place] = value
         self.scheduler.release_sources(plan)
         for source, target in plan.state_copies:
             self.states[target] = self.states[source]
@@ -64,11 +88,13 @@ class FakeModel:
                 assert slot >= PAGE_TOKENS, "page 0 is given out"
                 written.add(slot)
                 self.stored[slot] = (tuple(one.tokens[: position + 1]), self.weights)
+                self.see(one, position, written)
         for chunk in plan.all_chunks:
             one = chunk.request
             for position in range(one.computed + chunk.count):
                 prefix, _ = self.stored[one.slot(position)]
                 assert prefix == tuple(one.tokens[: position + 1]), "a shared page has changed"
+        self.check_windows(plan)
         ends = [chunk.request for chunk in plan.all_chunks if chunk.is_last]
         self.scheduler.advance(plan)
         for one in ends:
@@ -78,6 +104,30 @@ class FakeModel:
                 self.scheduler.finish(one)
                 one.done.set_result("length")
         return plan
+
+    def see(self, one, position, written):
+        """Note what each place of layers with windows holds."""
+        if self.window is None:
+            assert one.pages[position // PAGE_TOKENS].window_index == 0
+            return
+        slot = one.window_slot(position)
+        assert -slot not in written, "two requests write to one place"
+        assert slot >= PAGE_TOKENS, "a token has no room in layers with windows"
+        written.add(-slot)
+        self.seen[slot] = self.stored[one.slot(position)]
+
+    def check_windows(self, plan):
+        """Read what the tokens of a step see in layers with windows."""
+        if self.window is None:
+            assert not plan.reallocated_windows
+            return
+        for chunk in plan.all_chunks:
+            one = chunk.request
+            first = max(0, one.computed + 1 - self.window)
+            for position in range(first, one.computed + chunk.count):
+                found = self.seen[one.window_slot(position)]
+                assert found[0] == tuple(one.tokens[: position + 1]), "a window has changed"
+                assert found == self.stored[one.slot(position)], "of other weights"
 
     def mix(self, plan):
         """Note of which tokens, and weights, each row holds the state."""
@@ -115,7 +165,7 @@ def test_a_group_computes_its_prompt_once():
     assert len(second.decoding) == 7
     assert [copy.tokens for copy in second.copies] == [3] * 7  # 99 tokens are 3 pages and 3 tokens
     assert model.computed == 100 + 7
-    assert model.scheduler.pages.used == 0
+    assert model.scheduler.pages.pool.used == 0
 
 
 def test_a_turn_computes_only_what_is_new():
@@ -294,21 +344,170 @@ def test_after_an_update_no_state_of_older_weights_is_found(recompute):
     assert model.states[later.state][1] == {1}
 
 
+def windowed(window, *, pages=256, windowed_pages=256, **settings):
+    settings = {"max_step_tokens": 64, **settings}
+    return FakeModel(pages=pages, window=window, windowed_pages=windowed_pages, **settings)
+
+
+@pytest.mark.parametrize("window", [1, 32, 33, 40, 100])
+def test_a_window_is_all_that_a_long_request_keeps_in_layers_with_windows(window):
+    model = windowed(window)
+    one = request([1] * 700, max_tokens=300)
+    model.submit(one)
+    while not one.done.done():
+        model.step()
+        used = model.scheduler.pages.windowed_pool.used
+        # The tokens of the window, and of the page that it begins with.
+        assert used <= pages_of_span(window)
+    assert model.scheduler.pages.windowed_pool.used == 0
+
+
+def test_a_request_longer_than_the_pool_of_windows_is_served():
+    model = windowed(40, windowed_pages=pages_of_span(40) + pages_of_span(64))
+    requests = [request([n] * 600, max_tokens=100) for n in (1, 2)]
+    model.submit(*requests)
+    model.run()
+    assert [len(one.logprobs) for one in requests] == [100, 100]
+
+
+def test_a_group_shares_its_prompt_beyond_the_window():
+    model = windowed(40, max_step_tokens=512)
+    group = [request([n % 7 for n in range(400)], max_tokens=1) for _ in range(8)]
+    model.submit(*group)
+    model.step()
+    second = model.step()
+    assert len(second.decoding) == 7
+    assert model.computed == 400 + 7
+
+
+def test_later_members_of_a_group_share_it_too():
+    """The first one has long gone beyond the prompt; its window there was given up, and kept."""
+    model = windowed(40, max_step_tokens=512)
+    prompt = [n % 7 for n in range(400)]
+    model.submit(request(prompt, max_tokens=300))
+    for _ in range(200):
+        model.step()
+    before = model.computed
+    model.submit(request(prompt, max_tokens=1))
+    model.step()
+    assert model.computed - before == 2
+
+
+def test_turns_beyond_the_window_compute_only_what_is_new():
+    """The conversation is much longer than the windows' pool."""
+    model = windowed(40, windowed_pages=8)
+    tokens = [5, 6, 7]
+    for turn in range(20):
+        before = model.computed
+        one = request([*tokens, *([turn] * 20)], max_tokens=40)
+        model.submit(one)
+        model.run()
+        # New in the prompt and, but for the last one, in the completion; and the last one before.
+        assert model.computed - before == 20 + 39 + (1 if turn else 3)
+        tokens = one.tokens
+    assert len(tokens) > 7 * 4 * 40
+
+
+def test_long_prompts_of_others_do_not_discard_the_window_of_a_conversation():
+    model = windowed(40, windowed_pages=12)
+    first = request([n % 5 for n in range(400)], max_tokens=1)
+    model.submit(first)
+    model.run()
+    model.submit(request([7] * 3000, max_tokens=1))
+    model.run()
+    before = model.computed
+    model.submit(request([*first.tokens, 1, 2], max_tokens=1))
+    model.run()
+    assert model.computed - before == 3
+
+
+def test_a_conversation_whose_window_was_lost_is_computed_once_more():
+    model = windowed(40, windowed_pages=8)
+    first = request([n % 5 for n in range(400)], max_tokens=1)
+    model.submit(first)
+    model.run()
+    for n in range(3):  # they take all windows
+        model.submit(request([n + 6] * 300, max_tokens=1))
+        model.run()
+    pages = model.scheduler.pages
+    assert len(pages.find(first.tokens).pages) == 12
+    assert pages.shorten(pages.find(first.tokens)).pages == []
+
+    tokens = first.tokens
+    for expected in (404, 4):
+        before = model.computed
+        turn = request([*tokens, 1, 2, 3], max_tokens=1)
+        model.submit(turn)
+        model.run()
+        assert model.computed - before == expected
+        tokens = turn.tokens
+
+
+def test_a_prefix_is_used_up_to_where_its_window_is_left():
+    model = windowed(40, windowed_pages=256, max_step_tokens=512)
+    prompt = [n % 7 for n in range(400)]
+    model.submit(request(prompt, max_tokens=1))
+    model.run()
+    table = model.scheduler.pages
+    found = table.find(prompt)
+    table._give_up_window(found.pages[6])
+    # The tokens after page 5 see pages 4 and 5; those after pages 6 and 7 also see page 6.
+    assert len(table.shorten(Prefix(found.pages[:6])).pages) == 6
+    assert len(table.shorten(Prefix(found.pages[:7])).pages) == 6
+    assert len(table.shorten(Prefix(found.pages[:8])).pages) == 6
+    assert len(table.shorten(Prefix(found.pages[:9])).pages) == 9
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_after_an_update_no_window_of_older_weights_is_found(recompute):
+    model = windowed(40, max_step_tokens=512)
+    running = request([1] * 170, max_tokens=90)
+    model.submit(running)
+    for _ in range(50):
+        model.step()
+    scheduler = model.scheduler
+    scheduler.recompute_all() if recompute else scheduler.forget_prefixes()
+    assert not scheduler.pages.windowed_pool.idle
+    model.weights = 1
+    model.run()
+    later = request([1] * 170, max_tokens=2)
+    model.submit(later)
+    model.step()
+    assert {model.seen[later.window_slot(n)][1] for n in range(140, 170)} == {1}
+
+
+def check_no_page_is_lost(pool):
+    assert pool.used == 0
+    assert len({*pool.free}) == len(pool.free)
+    assert len(pool.free) + len(pool.idle) == pool.size
+
+
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), stateful=st.booleans())
-def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(data, stateful):
+@given(
+    data=st.data(),
+    stateful=st.booleans(),
+    window=st.sampled_from([None, None, 1, 8, 32, 40, 100]),
+)
+def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(
+    data, stateful, window
+):
     """Arrivals, cancellations, updates and evictions; prompts of three tokens often begin alike."""
     draw = data.draw
     pages = draw(st.integers(6, 24))
     most = draw(st.integers(1, 6))
     tokens = draw(st.sampled_from([8, 40, 100]))
     rows = most + draw(st.integers(1, 6)) if stateful else 0
+    step_tokens = SEGMENT_TOKENS + tokens if stateful else tokens
+    least = 0 if window is None else pages_of_span(window) + pages_of_span(step_tokens)
+    windowed_pages = draw(st.integers(min(least, pages), pages)) if least else 0
     model = FakeModel(
         pages=pages,
         max_concurrent=most,
-        max_step_tokens=SEGMENT_TOKENS + tokens if stateful else tokens,
+        max_step_tokens=step_tokens,
         seed=draw(st.integers(0, 9)),
         state_rows=rows,
+        window=window,
+        windowed_pages=windowed_pages,
     )
     rng = random.Random(draw(st.integers(0, 2**16)))
     everyone = []
@@ -338,8 +537,13 @@ def test_random_requests_read_only_their_own_tokens_and_leave_no_page_behind(dat
 
     assert all(one.done.done() for one in everyone)
     table = model.scheduler.pages
-    assert table.used == 0
-    assert sorted([*table._free, *(page.index for page in table._idle)]) == [*range(1, pages + 1)]
+    for pool in table.pools:
+        check_no_page_is_lost(pool)
+    assert sorted([*table.pool.free, *(page.index for page in table.pool.idle)]) == [
+        *range(1, pages + 1)
+    ]
+    windows = [page.window_index for page in table.windowed_pool.idle]
+    assert sorted([*table.windowed_pool.free, *windows]) == [*range(1, windowed_pages + 1)]
     if stateful:
         states = model.scheduler._states
         kept = [snapshot.row for snapshot in states._snapshots.values()]
@@ -366,4 +570,4 @@ def test_all_pages_used_is_an_error():
     table.allocate()
     with pytest.raises(IndexError, match="all pages"):
         table.allocate()
-    assert (table.used, table.available) == (1, 0)
+    assert (table.pool.used, table.pool.available) == (1, 0)

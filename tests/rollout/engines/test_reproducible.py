@@ -199,7 +199,9 @@ def test_a_family_against_its_plain_forward_pass(family):
         shared = 2 * (32 if named_mixers(model) else 35)
         assert engine.metrics()["this process"]["vllm:prefix_cache_hits_total"] >= shared
     assert {outcome for outcome in outcomes.values() if outcome != "passed"} <= {
-        "skipped: engine.routes is None"
+        "skipped: engine.routes is None",
+        # If all layers have windows, the cache does not limit requests.
+        f"skipped: the context of {engine.context_length} tokens is longer than 4096",
     }
     model.set_attn_implementation("eager")
     for prompt, completion in zip(asked, completions, strict=True):

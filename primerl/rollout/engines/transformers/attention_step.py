@@ -60,6 +60,7 @@ class AttentionStep:
     Args:
         cache: the pages.
         slots: where in the cache each token's key and value go, int64[t].
+        window_slots: the same for layers with windows; the same numbers if there are none.
         parts: the tokens, in order. More tokens may follow, of nobody.
         chunks: the same tokens by request, for the indexers of sparse attention.
         states: the recurrent states, if the model has such states.
@@ -67,6 +68,7 @@ class AttentionStep:
 
     cache: PagedCache
     slots: Int[Tensor, " t"]
+    window_slots: Int[Tensor, " t"]
     parts: Sequence[Part]
     chunks: Sequence[Chunk] = ()
     states: StateStep | None = None
@@ -85,6 +87,7 @@ class AttentionStep:
         grouped = query.view(key.shape[1], -1, *query.shape[2:])  # [kv_heads, group, t, d]
         new = torch.cat([key[0], value[0]], dim=-1)
         layer = self._store(new)
+        _check_window(self.cache.shapes[layer].window, scoring.window)
         picked = None if chosen is None or chosen.shape[2] == 0 else chosen[0].long()
         results = []
         start = 0
@@ -121,7 +124,8 @@ class AttentionStep:
     def _store(self, new: Float[Tensor, "kv_heads t width"]) -> int:
         """Store the keys and values of the next layer; return the layer's number."""
         layer, self.calls = self.calls, self.calls + 1
-        self.cache.layers[layer].index_copy_(1, self.slots, new[:, : len(self.slots)])
+        slots = self.window_slots if self.cache.windowed[layer] else self.slots
+        self.cache.layers[layer].index_copy_(1, slots, new[:, : len(slots)])
         return layer
 
     def _index_keys(self, layer: int, chunk: Chunk) -> Float[Tensor, "s d"]:
@@ -160,29 +164,36 @@ class DecodingInRows:
         """Add the newest token to each row, and attend to the row."""
         heads, _, width = new.shape
         stored = self.rows.layers[layer]
-        index = self._once.make(("index", heads), lambda: self._index(heads))
+        windowed = self.rows.windowed[layer]
+        index = self._once.make(("index", heads, windowed), lambda: self._index(heads, windowed))
         stored.view(-1, width).index_copy_(0, index, new.reshape(-1, width))
-        longest = max(request.computed for request in self.rows.requests) + 1
-        longest = min(self.rows.room, -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
+        longest = max(self._places(windowed)) + 1
+        longest = min(stored.shape[2], -(-longest // PAGE_TOKENS) * PAGE_TOKENS)
         mask = self._once.make(
-            ("mask", scoring.window),
-            lambda: causal_mask(self._positions().unsqueeze(1), longest, scoring.window),
+            ("mask", windowed, scoring.window),
+            lambda: causal_mask(self._positions(windowed).unsqueeze(1), longest, scoring.window),
         )
         return _attend_each(query, stored[: self.count, :, :longest], mask, chosen, scoring)
 
-    def _positions(self) -> Int[Tensor, " n"]:
-        return self._once.make("positions", self._make_positions)
+    def _places(self, windowed: bool) -> list[int]:
+        """Return the place of the newest token in each row."""
+        starts = self.rows.starts if windowed else [0] * self.count
+        pairs = zip(self.rows.requests, starts, strict=True)
+        return [request.computed - start for request, start in pairs]
 
-    def _make_positions(self) -> Int[Tensor, " n"]:
-        positions = [request.computed for request in self.rows.requests]
-        return to_device(positions, torch.int64, self.rows.device)
+    def _positions(self, windowed: bool) -> Int[Tensor, " n"]:
+        return self._once.make(
+            ("positions", windowed),
+            lambda: to_device(self._places(windowed), torch.int64, self.rows.device),
+        )
 
-    def _index(self, heads: int) -> Int[Tensor, " heads*n"]:
+    def _index(self, heads: int, windowed: bool) -> Int[Tensor, " heads*n"]:
         """Return where the newest token of each head and row belongs, in rows laid end to end."""
-        positions = self._positions()
+        positions = self._positions(windowed)
         row = torch.arange(self.count, device=positions.device)
         head = torch.arange(heads, device=positions.device).unsqueeze(1)
-        index: Tensor = (row * heads + head) * self.rows.room + positions
+        room = self.rows.window_room if windowed else self.rows.room
+        index: Tensor = (row * heads + head) * room + positions
         return index.flatten()
 
 
@@ -194,25 +205,48 @@ class DecodingInPages:
         cache: the pages.
         table: the pages of each request, int64[n, p], filled up with page 0.
         positions: the position of each request's newest token, int64[n].
+        window_table: in layers with windows, the pages that this token sees, int64[n, w].
+        window_starts: the position of the first token of ``window_table``, int64[n].
     """
 
     cache: PagedCache
     table: Int[Tensor, "n p"]
     positions: Int[Tensor, " n"]
+    window_table: Int[Tensor, "n w"]
+    window_starts: Int[Tensor, " n"]
     _once: _Once = attrs.field(init=False, factory=_Once)
 
     @classmethod
     def of(cls, cache: PagedCache, requests: Sequence[BatchedRequest]) -> "DecodingInPages":
         """Return the part of ``requests``."""
         pages = max(len(request.pages) for request in requests)
-        positions = [request.computed for request in requests]
+        windows = [cls.window_of(cache, request, pages) for request in requests]
+
+        def tensor(values: Sequence[Any]) -> Tensor:
+            return to_device(values, torch.int64, cache.device)
+
         return cls(
             cache,
-            table=to_device(
-                [request.table(pages) for request in requests], torch.int64, cache.device
-            ),
-            positions=to_device(positions, torch.int64, cache.device),
+            table=tensor([request.table(pages) for request in requests]),
+            positions=tensor([request.computed for request in requests]),
+            window_table=tensor([table for _, table in windows]),
+            window_starts=tensor([start for start, _ in windows]),
         )
+
+    @staticmethod
+    def window_of(cache: PagedCache, request: BatchedRequest, pages: int) -> tuple[int, list[int]]:
+        """Return a request's row of ``window_starts`` and of ``window_table``.
+
+        Args:
+            cache: the pages.
+            request: the request.
+            pages: how many pages the longest request has.
+        """
+        if cache.window is None:
+            return 0, []
+        first = cache.window_start(request.computed, aligned=False)
+        table = request.window_table(first, min(pages, cache.window_pages))
+        return first * PAGE_TOKENS, table
 
     @property
     def count(self) -> int:
@@ -228,11 +262,14 @@ class DecodingInPages:
         scoring: Scoring,
     ) -> Float[Tensor, "n heads dv"]:
         """Copy each request's pages, and attend to them."""
-        seen = self.cache.gather(layer, self.table)
-        mask = self._once.make(
-            scoring.window,
-            lambda: causal_mask(self.positions.unsqueeze(1), seen.shape[2], scoring.window),
-        )
+        windowed = self.cache.windowed[layer]
+        seen = self.cache.gather(layer, self.window_table if windowed else self.table)
+
+        def make() -> Tensor:
+            places = self.positions - self.window_starts if windowed else self.positions
+            return causal_mask(places.unsqueeze(1), seen.shape[2], scoring.window)
+
+        mask = self._once.make((windowed, scoring.window), make)
         return _attend_each(query, seen, mask, chosen, scoring)
 
 
@@ -259,30 +296,42 @@ class PromptChunk:
     ) -> Float[Tensor, "t heads dv"]:
         """Copy the request's pages, and attend to them."""
         device = query.device
-        seen = self.cache.gather(
-            layer, self._once.make("pages", lambda: _pages(self.chunk, device))
-        )
+        windowed = self.cache.windowed[layer]
+        pages = self._once.make(("pages", windowed), lambda: self._pages(windowed, device))
+        seen = self.cache.gather(layer, pages)
         kv_heads, group, count, _ = query.shape
         at_once = max(1, MAX_SCORES // (kv_heads * group * seen.shape[2]))
         results = []
         for start in range(0, count, at_once):
             span = slice(start, min(start + at_once, count))
-            mask = self._mask(span, seen.shape[2], scoring.window, device)
+            mask = self._mask(span, seen.shape[2], scoring.window, windowed, device)
             if chosen is not None:
                 mask = mask + mask_of_chosen(chosen[span], seen.shape[2])
             results.append(_attend_from_rows(query[:, :, span], seen, mask, scoring))
         return results[0] if len(results) == 1 else torch.cat(results)
 
+    def _pages(self, windowed: bool, device: torch.device) -> Int[Tensor, "1 pages"]:
+        if not windowed:
+            return _pages(self.chunk, device)
+        first = self._first_page(windowed)
+        table = self.chunk.request.window_table(first, _page_count(self.chunk) - first)
+        return to_device([table], torch.int64, device)
+
+    def _first_page(self, windowed: bool) -> int:
+        if not windowed:
+            return 0
+        return self.cache.window_start(self.chunk.request.computed, aligned=True)
+
     def _mask(
-        self, span: slice, seen: int, window: int | None, device: torch.device
+        self, span: slice, seen: int, window: int | None, windowed: bool, device: torch.device
     ) -> Float[Tensor, "t s"]:
-        first = self.chunk.request.computed
+        first = self.chunk.request.computed - self._first_page(windowed) * PAGE_TOKENS
 
         def make() -> Tensor:
-            positions = torch.arange(first + span.start, first + span.stop, device=device)
-            return causal_mask(positions.unsqueeze(1), seen, window)
+            places = torch.arange(first + span.start, first + span.stop, device=device)
+            return causal_mask(places.unsqueeze(1), seen, window)
 
-        return self._once.make((span.start, window), make)
+        return self._once.make((span.start, windowed, window), make)
 
 
 def _attend_each(
@@ -326,5 +375,18 @@ def _attend_from_rows(
 
 def _pages(chunk: Chunk, device: torch.device) -> Int[Tensor, "1 pages"]:
     """Return the pages that a request's tokens have after this step."""
-    count = -(-(chunk.request.computed + chunk.count) // PAGE_TOKENS)
-    return to_device([[page.index for page in chunk.request.pages[:count]]], torch.int64, device)
+    pages = chunk.request.pages[: _page_count(chunk)]
+    return to_device([[page.index for page in pages]], torch.int64, device)
+
+
+def _page_count(chunk: Chunk) -> int:
+    return -(-(chunk.request.computed + chunk.count) // PAGE_TOKENS)
+
+
+def _check_window(cached: int | None, asked: int | None) -> None:
+    """Raise a RuntimeError if a layer asks for more keys than its pages hold."""
+    if cached is not None and (asked is None or asked > cached):
+        raise RuntimeError(
+            f"a layer attends to a window of {asked} tokens, but asked for {cached} when the "
+            "engine was made; serve the model with vLLM"
+        )

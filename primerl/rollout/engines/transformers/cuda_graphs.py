@@ -27,6 +27,9 @@ from primerl.rollout.engines.transformers.transfers import to_device
 
 log = logging.getLogger(__name__)
 
+# The first columns of a step's inputs, before those of pages.
+HEADER = 5
+
 Launch = Callable[[], Tensor]
 Capture = Callable[[Launch], Callable[[], object]]
 """Runs a function, and returns one that repeats its kernels on the same memory."""
@@ -75,9 +78,10 @@ class DecodingGraphs:
             tensors: dict[str, Tensor] = {name: fake.from_tensor(value) for name, value in named}
             cache = copy.copy(self._cache)
             cache.layers = [fake.from_tensor(layer) for layer in self._cache.layers]
-            inputs = torch.zeros(2, 5, dtype=torch.int64, device=cache.device)
+            width = HEADER + 2 + min(2, cache.window_pages)
+            inputs = torch.zeros(2, width, dtype=torch.int64, device=cache.device)
             try:
-                torch.func.functional_call(self._step, tensors, (inputs, cache))
+                torch.func.functional_call(self._step, tensors, (inputs, cache, 2))
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 return f"it waits for values of tensors ({error})"
             except RuntimeError as error:
@@ -91,14 +95,14 @@ class DecodingGraphs:
             CaptureFailed: a step of this size could not be captured.
         """
         pages = _round_up(max(len(request.pages) for request in requests))
-        rows = [_inputs_of(request, pages) for request in requests]
+        rows = [_inputs_of(self._cache, request, pages) for request in requests]
         # Further rows repeat the last one, and store the same keys and values again.
         rows += rows[-1:] * (_round_up(len(rows)) - len(rows))
         inputs = to_device(rows, torch.int64, self._cache.device)
         size = (len(rows), pages)
         graph = self._graphs.get(size)
         if graph is None:
-            graph = self._graphs[size] = self._captured(inputs)
+            graph = self._graphs[size] = self._captured(inputs, pages)
         else:
             graph.inputs.copy_(inputs)
             graph.replay()
@@ -111,11 +115,11 @@ class DecodingGraphs:
             self._graphs.clear()
             self._addresses = addresses
 
-    def _captured(self, inputs: Tensor) -> DecodingGraph:
+    def _captured(self, inputs: Tensor, pages: int) -> DecodingGraph:
         results: list[Tensor] = []
 
         def launch() -> Tensor:
-            results[:] = [self._step(inputs, self._cache)]
+            results[:] = [self._step(inputs, self._cache, pages)]
             return results[0]
 
         try:
@@ -134,12 +138,26 @@ class DecodingStep(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Int[Tensor, "n width"], cache: PagedCache) -> Tensor:
-        """Return the logits; each row has a token, its position, its slot and its pages."""
-        tokens, positions, slots = (inputs[:, column].contiguous() for column in range(3))
-        part = DecodingInPages(cache, table=inputs[:, 3:].contiguous(), positions=positions)
+    def forward(self, inputs: Int[Tensor, "n width"], cache: PagedCache, pages: int) -> Tensor:
+        """Return the logits.
+
+        Args:
+            inputs: in each row a token, its position, its slot, its slot in layers with windows,
+                the position at which the window's pages begin, all pages, and those of the window.
+            cache: the pages.
+            pages: how many of the columns are all pages.
+        """
+        columns = [inputs[:, column].contiguous() for column in range(HEADER)]
+        tokens, positions, slots, window_slots, window_starts = columns
+        part = DecodingInPages(
+            cache,
+            table=inputs[:, HEADER : HEADER + pages].contiguous(),
+            positions=positions,
+            window_table=inputs[:, HEADER + pages :].contiguous(),
+            window_starts=window_starts,
+        )
         wanted = torch.arange(len(inputs), device=inputs.device)
-        with attending(AttentionStep(cache, slots, [part])):
+        with attending(AttentionStep(cache, slots, window_slots, [part])):
             logits: Tensor = self.model(tokens.unsqueeze(0), positions.unsqueeze(0), wanted)
             return logits
 
@@ -163,10 +181,12 @@ class CudaCapture:
         return graph.replay
 
 
-def _inputs_of(request: BatchedRequest, pages: int) -> list[int]:
+def _inputs_of(cache: PagedCache, request: BatchedRequest, pages: int) -> list[int]:
     position = request.computed
-    slot = request.slot(position)
-    return [request.tokens[position], position, slot, *request.table(pages)]
+    window_start, window_table = DecodingInPages.window_of(cache, request, pages)
+    slots = (request.slot(position), request.window_slot(position))
+    header = [request.tokens[position], position, *slots, window_start]
+    return [*header, *request.table(pages), *window_table]
 
 
 def _round_up(count: int) -> int:

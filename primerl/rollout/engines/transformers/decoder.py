@@ -146,7 +146,7 @@ class Decoder:
         return {
             "vllm:num_requests_running": float(len(scheduler.running)),
             "vllm:num_requests_waiting": float(waiting),
-            "vllm:kv_cache_usage_perc": scheduler.pages.used / scheduler.pages.size,
+            "vllm:kv_cache_usage_perc": scheduler.pages.usage,
             "vllm:prompt_tokens_total": float(scheduler.queried_tokens),
             "vllm:prefix_cache_queries_total": float(scheduler.queried_tokens),
             "vllm:prefix_cache_hits_total": float(scheduler.reused_tokens),
@@ -253,7 +253,7 @@ class Decoder:
     def _compute(self, plan: NextStep) -> None:
         """Process the tokens of ``plan``, and sample where a request's last token was processed."""
         try:
-            self._cache.erase(plan.reallocated)
+            self._cache.erase(plan.reallocated, plan.reallocated_windows)
             self._cache.copy(plan.copies)
         finally:
             self._scheduler.release_sources(plan)
@@ -266,7 +266,7 @@ class Decoder:
         chunks = [Chunk(request, 1) for request in decoding] + plan.chunks
         ends = [index for index, chunk in enumerate(chunks) if chunk.is_last]
         states = None if self._states is None else StateStep(self._states, chunks)
-        step = AttentionStep(self._cache, self._slots(chunks), parts, chunks, states)
+        step = AttentionStep(self._cache, *self._slots(chunks), parts, chunks, states)
         logits = self._forward(chunks, step, ends)
         if self._routes is not None:
             self._record(plan, chunks, self._routes)
@@ -373,13 +373,17 @@ class Decoder:
             if chunk.request.routes is not None:
                 chunk.request.routes.read(chunk.request.pages, chunk.request.computed + chunk.count)
 
-    def _slots(self, chunks: Sequence[Chunk]) -> Tensor:
-        slots = [
-            chunk.request.slot(position)
+    def _slots(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Return where the keys and values of the tokens go, also in layers with windows."""
+        places = [
+            (chunk.request, position)
             for chunk in chunks
             for position in range(chunk.request.computed, chunk.request.computed + chunk.count)
         ]
-        return self._tensor(slots)
+        slots = self._tensor([request.slot(position) for request, position in places])
+        if self._cache.window is None:
+            return slots, slots
+        return slots, self._tensor([request.window_slot(position) for request, position in places])
 
     def _tensor(self, values: Any) -> Tensor:
         return to_device(values, torch.int64, self._cache.device)
@@ -460,12 +464,17 @@ class NextTokenLogits(nn.Module):
         return output.logits[0].float()  # type: ignore[no-any-return]
 
 
-def find_shapes(model: nn.Module) -> ShapeProbe:
-    """Find the shapes of the keys and values of each layer, by a forward pass of a few tokens."""
-    probe = ShapeProbe()
+def find_shapes(model: nn.Module, *, positions: int | None = None) -> ShapeProbe:
+    """Find the shapes of the keys and values of each layer, by a forward pass of a few tokens.
+
+    Args:
+        model: the serving model.
+        positions: how many tokens a request can have; a window of as many is none.
+    """
+    probe = ShapeProbe(positions)
     device = next(model.parameters()).device
     tokens = torch.zeros(1, LEAST_ROWS, dtype=torch.int64, device=device)
-    positions = torch.arange(LEAST_ROWS, device=device).unsqueeze(0)
+    places = torch.arange(LEAST_ROWS, device=device).unsqueeze(0)
     with torch.no_grad(), attending(probe):
-        model(input_ids=tokens, position_ids=positions, use_cache=False)
+        model(input_ids=tokens, position_ids=places, use_cache=False)
     return probe

@@ -28,9 +28,14 @@ from primerl.rollout.engines.transformers.decoder import (
     find_shapes,
     without_traceback,
 )
-from primerl.rollout.engines.transformers.kv_cache import PagedCache
+from primerl.rollout.engines.transformers.kv_cache import PagedCache, largest_window
 from primerl.rollout.engines.transformers.model_attention import switch_to_pages
-from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, PageTable
+from primerl.rollout.engines.transformers.pages import (
+    PAGE_TOKENS,
+    CacheSize,
+    PageTable,
+    pages_of_span,
+)
 from primerl.rollout.engines.transformers.recurrent_states import (
     StateTable,
     round_decays,
@@ -53,7 +58,9 @@ STEP_TOKENS = 512
 CACHE_SHARE = 0.15
 # For each request that can be decoded, the rows for recurrent states: its own, and a snapshot.
 STATE_ROWS = 2
-# The least memory that a token takes, if the model has no attention.
+# For each request that can be decoded, its window, and that of a request that has ended.
+WINDOWS = 2
+# The least memory that a token takes, if no layer keeps all keys and values.
 BOOKKEEPING_BYTES = 64
 # The bodies of ``update_in_place`` that the current task or thread is in.
 _BODIES: ContextVar[tuple[object, ...]] = ContextVar("primerl_update_in_place", default=())
@@ -94,7 +101,9 @@ class TransformersEngine:
         on_update: what an update does to requests in flight.
         max_concurrent: the maximum number of requests that are decoded together.
         cache_tokens: capacity of the KV cache, in tokens. None: as many as ``max_concurrent``
-            requests can have, or as fit into 15% of the free memory.
+            requests can have, or as fit into 15% of the free memory. Layers with sliding windows
+            keep fewer tokens; if all layers have windows, it is their capacity, and requests may
+            have more tokens.
         version: the version of the model's weights: 0, or the step from which a run resumes.
         seed: the seed of all requests that have none of their own; None draws one.
         routes: the store for the expert routes of completions, for router replay. Greedy
@@ -164,10 +173,11 @@ class TransformersEngine:
         self._positions = rope_limit(served.config)
         self._recompute = on_update == "recompute"
         self._max_concurrent = max_concurrent
-        probe = find_shapes(served)
+        probe = find_shapes(served, positions=self._positions)
         self._shapes, self._state_examples = probe.shapes, probe.states
         self._limit_states()
-        self._cache_tokens = self._most_tokens() if cache_tokens is None else cache_tokens
+        self._window = largest_window(self._shapes)
+        self._cache_size = self._size(cache_tokens)
         self._keys = RequestKeys(seed)
         self._version = version
         self._failure: RuntimeError | None = None
@@ -189,7 +199,7 @@ class TransformersEngine:
     @property
     def context_length(self) -> int:
         """The maximum number of tokens of one request: the smaller of positions and cache."""
-        return min(self._positions or self._cache_tokens, self._cache_tokens)
+        return min(self._positions or self._cache_size.tokens, self._cache_size.tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -222,15 +232,20 @@ class TransformersEngine:
             if self._capture is not None:
                 self._recorder = BatchRoutes(self._model, self._capture)
                 on_failure.callback(self._recorder.close)
-            pages = -(-self._cache_tokens // PAGE_TOKENS)
+            size = self._cache_size
             try:
-                cache = PagedCache(self._shapes, device=self._device(), pages=pages)
+                cache = PagedCache(
+                    self._shapes,
+                    device=self._device(),
+                    pages=size.pages,
+                    windowed_pages=size.windowed_pages,
+                )
                 if self._state_examples:
                     rows = STATE_ROWS * self._max_concurrent
                     states = StateTable(self._state_examples, rows=rows)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise RuntimeError(
-                    f"the engine did not start: a cache of {self._cache_tokens} tokens does not "
+                    f"the engine did not start: a cache of {size.tokens} tokens does not "
                     "fit into memory; pass a smaller cache_tokens"
                 ) from error
             on_failure.pop_all()
@@ -238,7 +253,7 @@ class TransformersEngine:
         self._decoder = Decoder(
             model,
             cache,
-            PageTable(pages),
+            PageTable(size.pages, window=self._window, windowed_pages=size.windowed_pages),
             max_concurrent=self._max_concurrent,
             max_step_tokens=self._step_tokens(),
             recompute=self._recompute,
@@ -447,12 +462,38 @@ class TransformersEngine:
             return put()
         return await asyncio.to_thread(put)
 
-    def _most_tokens(self) -> int:
-        """Return how many tokens the cache can hold, or all requests together can have."""
-        each = max(BOOKKEEPING_BYTES, sum(shape.token_bytes for shape in self._shapes))
+    def _size(self, cache_tokens: int | None) -> CacheSize:
+        """Return the size of the cache: as given, or what fits, or what all requests can have."""
+        full = sum(shape.token_bytes for shape in self._shapes if shape.window is None)
+        windowed = sum(shape.token_bytes for shape in self._shapes if shape.window is not None)
         states = self._max_concurrent * STATE_ROWS * state_bytes(self._state_examples)
-        fit = max(PAGE_TOKENS, (self._cache_bytes() - states) // each)
+        free = self._cache_bytes() - states
+        if self._window is None:
+            return CacheSize(cache_tokens or self._most_tokens(free, full))
+        windows = self._windows_tokens(self._window)
+        if full:
+            together = self._most_tokens(free, full + windowed)
+            alone = self._most_tokens(free - windows * windowed, full)
+            tokens = cache_tokens or max(together, alone)
+            return CacheSize(tokens, min(tokens, windows))
+        windows = cache_tokens or min(windows, self._most_tokens(free, windowed))
+        step = pages_of_span(self._step_tokens()) + pages_of_span(self._window)
+        fits = windows >= step * PAGE_TOKENS
+        return CacheSize(self._most_tokens(free, 0) if fits else windows, windows)
+
+    def _most_tokens(self, free: int, token_bytes: int) -> int:
+        """Return how many tokens fit into memory, or all requests together can have."""
+        fit = max(PAGE_TOKENS, free // max(BOOKKEEPING_BYTES, token_bytes))
         return min(fit, self._max_concurrent * (self._positions or fit))
+
+    def _windows_tokens(self, window: int) -> int:
+        """Return how many tokens layers with windows keep, if there is enough memory.
+
+        A request also needs a page to begin, and a step the pages that it fills.
+        """
+        each = pages_of_span(window) + 1
+        pages = WINDOWS * self._max_concurrent * each + pages_of_span(self._step_tokens())
+        return pages * PAGE_TOKENS
 
     def _limit_states(self) -> None:
         """Decode fewer requests together if their states would take most of the cache's memory."""

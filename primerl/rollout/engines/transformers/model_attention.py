@@ -137,8 +137,13 @@ def _refuse_other_attention(module: nn.Module, mask: Tensor | None, asked: dict[
 
 @attrs.define(eq=False)
 class ShapeProbe:
-    """In place of an ``AttentionStep``: finds the shapes of keys, values and recurrent states."""
+    """In place of an ``AttentionStep``: finds the shapes of keys, values and recurrent states.
 
+    Args:
+        positions: how many tokens a request can have; None if there is no limit.
+    """
+
+    positions: int | None = None
     shapes: list[LayerShape] = attrs.Factory(list)
     states: list[States] = attrs.Factory(list)
     """The states of each mixer for one request."""
@@ -160,9 +165,12 @@ class ShapeProbe:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scoring: Scoring,  # noqa: ARG002
-        chosen: Tensor | None,  # noqa: ARG002
+        scoring: Scoring,
+        chosen: Tensor | None,
     ) -> Tensor:
-        """Note the shapes, and return zeros."""
-        self.shapes.append(LayerShape.of(key, value))
+        """Note the shapes and windows, and return zeros."""
+        window = scoring.window if chosen is None else None  # those are chosen among all keys
+        if window is not None and self.positions is not None and window >= self.positions:
+            window = None
+        self.shapes.append(LayerShape.of(key, value, window))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

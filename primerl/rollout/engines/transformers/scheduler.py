@@ -6,7 +6,13 @@ from concurrent.futures import Future
 
 import attrs
 
-from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, Page, PageTable, Prefix
+from primerl.rollout.engines.transformers.pages import (
+    PAGE_TOKENS,
+    Page,
+    PageTable,
+    Prefix,
+    pages_of_span,
+)
 from primerl.rollout.engines.transformers.routing import RequestRoutes
 from primerl.rollout.engines.transformers.snapshots import (
     StateRows,
@@ -38,6 +44,8 @@ class BatchedRequest:
     pages: list[Page] = attrs.Factory(list)
     places: list[Page] = attrs.Factory(list)
     """For each page, the page under which pages after it are listed."""
+    window_start: int = 0
+    """The number of the first page that is still seen in layers with windows."""
     epoch: int = 0
     """The epoch of the page table when the pages were assigned."""
     computed: int = 0
@@ -55,9 +63,23 @@ class BatchedRequest:
         """Return where in the cache the key and value of a token are."""
         return self.pages[position // PAGE_TOKENS].index * PAGE_TOKENS + position % PAGE_TOKENS
 
+    def window_slot(self, position: int) -> int:
+        """Return where the key and value of a token are in layers with windows."""
+        page = self.pages[position // PAGE_TOKENS]
+        return page.window_index * PAGE_TOKENS + position % PAGE_TOKENS
+
     def table(self, pages: int) -> list[int]:
-        """Return the numbers of the request's pages, filled up with the empty page 0."""
+        """Return the indices of the request's pages, filled up with the empty page 0."""
         return [page.index for page in self.pages] + [0] * (pages - len(self.pages))
+
+    def window_table(self, first: int, pages: int) -> list[int]:
+        """Return the indices, in layers with windows, of so many pages from number ``first`` on.
+
+        Page 0, which is empty, takes the place of pages that are not seen any more, or not there.
+        """
+        unseen = min(pages, max(0, self.window_start - first))
+        seen = [page.window_index for page in self.pages[first + unseen : first + pages]]
+        return [0] * unseen + seen + [0] * (pages - unseen - len(seen))
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +111,8 @@ class NextStep:
     Args:
         decoding: requests with one token each, whose earlier tokens are all in the cache.
         chunks: parts of prompts.
-        reallocated: pages to be erased first.
+        reallocated: pages to be erased first, by index.
+        reallocated_windows: the same in layers with windows.
         copies: pages to be copied next.
         state_copies: rows of recurrent states to be copied, in order: ``(source, target)``.
     """
@@ -97,6 +120,7 @@ class NextStep:
     decoding: list[BatchedRequest]
     chunks: list[Chunk]
     reallocated: list[int]
+    reallocated_windows: list[int]
     copies: list[PageCopy]
     state_copies: list[tuple[int, int]]
 
@@ -138,26 +162,30 @@ class Scheduler:
         self.preemptions = 0
         self._max_concurrent = max_concurrent
         self._max_step_tokens = max_step_tokens
+        self._step_pages = pages_of_span(max_step_tokens)
 
     def plan(self) -> NextStep:
         """Plan the next step; pages are assigned and marked as filled."""
         decoding = self._grow([request for request in self.running if request.remaining == 1])
         budget = self._max_step_tokens - len(decoding)
         chunks: list[Chunk] = []
-        for request in self.running:
-            if budget > 0 and request.remaining > 1:
+        for request in list(self.running):
+            if budget > 0 and request.pages and request.remaining > 1:
                 budget -= self._extend(request, budget, chunks)
+        decoding = [request for request in decoding if request.pages]
         copies: list[PageCopy] = []
         self._admit(budget, decoding, chunks, copies)
-        reallocated, self.pages.reallocated = self.pages.reallocated, []
+        reallocated, reallocated_windows = (pool.take_reallocated() for pool in self.pages.pools)
         state_copies: list[tuple[int, int]] = []
         if self._states is not None:
             state_copies, self._states.copies = self._states.copies, []
-        return NextStep(decoding, chunks, reallocated, copies, state_copies)
+        return NextStep(decoding, chunks, reallocated, reallocated_windows, copies, state_copies)
 
     def release_sources(self, plan: NextStep) -> None:
         """Release the pages that ``plan`` copies from, after they have been copied."""
-        self.pages.release([copy.source for copy in plan.copies])
+        sources = [copy.source for copy in plan.copies]
+        self.pages.release_windows(sources, sources)
+        self.pages.release(sources)
 
     def advance(self, plan: NextStep) -> None:
         """Note that the forward pass of ``plan`` has computed its tokens."""
@@ -173,6 +201,7 @@ class Scheduler:
                     self._list(request, number)
             if request.computed == snapshot_point(request.prompt_length):
                 self._keep_state(request, copy=True)
+            self._give_up_unseen(request)
 
     def finish(self, request: BatchedRequest, *, keep: bool = True) -> None:
         """Remove a request; keep its pages for others, if ``keep`` is set.
@@ -203,21 +232,32 @@ class Scheduler:
 
     def _grow(self, decoding: list[BatchedRequest]) -> list[BatchedRequest]:
         """Give each request room for its next token; the latest ones give up theirs if needed."""
-        grown = []
-        for request in decoding:
-            if not request.pages:
-                continue  # it gave up its pages for an earlier one
-            while request.computed == len(request.pages) * PAGE_TOKENS:
-                if self.pages.available:
-                    self._append(request, self.pages.allocate())
-                elif self._preempt() is request:
-                    break
-            else:
-                request.pages[request.computed // PAGE_TOKENS].filled = (
-                    request.computed % PAGE_TOKENS + 1
-                )
-                grown.append(request)
+        grown = [
+            # One without pages gave them up for an earlier one.
+            request
+            for request in decoding
+            if request.pages and self._make_room(request, 1)
+        ]
         return [request for request in grown if request.pages]
+
+    def _make_room(self, request: BatchedRequest, count: int) -> bool:
+        """Give a request's next tokens room; the latest requests give up theirs if needed.
+
+        The pages are marked as filled. Return False if the request itself gave up its pages.
+        """
+        end = request.computed + count
+        first, last = request.computed // PAGE_TOKENS, -(-end // PAGE_TOKENS)
+        there = sum(page.window_index > 0 for page in request.pages[first:last])
+        while not self.pages.fits(last - len(request.pages), last - first - there):
+            if self._preempt() is request:
+                return False
+        for number in range(first, last):
+            if number == len(request.pages):
+                self._append(request, self.pages.allocate())
+            page = request.pages[number]
+            self.pages.allocate_window(page)
+            page.filled = min(PAGE_TOKENS, end - number * PAGE_TOKENS)
+        return True
 
     def _preempt(self) -> BatchedRequest:
         self.preemptions += 1
@@ -233,10 +273,9 @@ class Scheduler:
             count = cut - request.computed
             if count > budget:
                 return 0  # segments are computed whole
+        if not self._make_room(request, count):
+            return 0
         chunks.append(Chunk(request, count))
-        end = request.computed + count
-        for number in range(request.computed // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
-            request.pages[number].filled = min(PAGE_TOKENS, end - number * PAGE_TOKENS)
         return count
 
     def _admit(
@@ -257,15 +296,14 @@ class Scheduler:
             request = self.waiting.popleft()
             if request.done.done():
                 continue
-            prefix, snapshot = self.pages.find(request.tokens), None
-            if self._states is not None:
-                prefix, snapshot = self._states.find(prefix, request.prompt_length)
+            prefix, snapshot = self._find(request)
             if prefix.pending:
                 passed.append(request)
                 continue
             assigned = self._assign(request, prefix, snapshot, copies)
             if not assigned and prefix.partial is not None:  # its room may be what is missing
-                prefix = Prefix(prefix.pages if self._states is None else [])
+                pages = prefix.pages if self._states is None else []
+                prefix = self.pages.shorten(Prefix(pages))
                 assigned = self._assign(request, prefix, None, copies)
             if not assigned:
                 passed.append(request)
@@ -273,14 +311,22 @@ class Scheduler:
             self.running.append(request)
             begun = all(page.computed == PAGE_TOKENS for page in prefix.pages)
             if request.remaining == 1 and begun:
-                request.pages[request.computed // PAGE_TOKENS].filled = (
-                    request.computed % PAGE_TOKENS + 1
-                )
+                self._make_room(request, 1)
                 decoding.append(request)
                 budget -= 1
             else:
                 budget -= self._extend(request, budget, chunks)
         self.waiting.extendleft(reversed(passed))
+
+    def _find(self, request: BatchedRequest) -> tuple[Prefix, StateSnapshot | None]:
+        """Find from where a request can go on: what its next token sees is in the cache."""
+        prefix = self.pages.shorten(self.pages.find(request.tokens))
+        if self._states is None:
+            return prefix, None
+        prefix, snapshot = self._states.find(prefix, request.prompt_length)
+        while (shorter := self.pages.shorten(prefix)) is not prefix:
+            prefix, snapshot = self._states.find(shorter, request.prompt_length)
+        return prefix, snapshot
 
     def _assign(
         self,
@@ -290,29 +336,32 @@ class Scheduler:
         copies: list[PageCopy],
     ) -> bool:
         """Give a request pages for all its tokens; return whether there are enough."""
-        for page in prefix.pages:
+        computed = len(prefix.pages) * PAGE_TOKENS + prefix.tokens
+        window_start = self.pages.first_seen(computed)
+        found = [*prefix.pages, *([] if prefix.partial is None else [prefix.partial])]
+        for page in found:
             self.pages.share(page)
-        if prefix.partial is not None:
-            self.pages.share(prefix.partial)
+        for page in found[window_start:]:
+            self.pages.share_window(page)
         needed = -(-len(request.tokens) // PAGE_TOKENS) - len(prefix.pages)
         spare = 1 if self.running else 0  # for the next tokens of those that run
-        if self.pages.available < needed + spare:
-            self.pages.release(prefix.pages)
-            if prefix.partial is not None:
-                self.pages.release([prefix.partial])
+        # Those of layers with windows are needed for the first chunk only.
+        if not self.pages.fits(needed + spare, min(needed, self._step_pages) + spare):
+            self.pages.release_windows(found[window_start:], found[window_start:])
+            self.pages.release(found)
             return False
-        request.epoch = self.pages.epoch
+        request.epoch, request.window_start = self.pages.epoch, window_start
         for page in prefix.pages:
             self._append(request, page)
         for _ in range(needed):
             self._append(request, self.pages.allocate())
             self._list(request, len(request.pages) - 1)
-        request.computed = len(prefix.pages) * PAGE_TOKENS
+        request.computed = computed
         if prefix.partial is not None:
             target = request.pages[len(prefix.pages)]
+            self.pages.allocate_window(target)
             copies.append(PageCopy(prefix.partial, target, prefix.tokens))
             target.filled = target.computed = prefix.tokens
-            request.computed += prefix.tokens
         if self._states is not None:
             rows = self._states
             request.state = rows.take() if snapshot is None else rows.resume(snapshot)
@@ -354,9 +403,24 @@ class Scheduler:
         tokens: Sequence[int] = request.tokens[start:end]
         request.places[number] = self.pages.list_under(parent, request.pages[number], tokens)
 
+    def _give_up_unseen(self, request: BatchedRequest) -> None:
+        """Give up pages, in layers with windows, that no coming token of a request sees."""
+        last = self.pages.first_seen(request.computed)
+        for number in range(request.window_start, last):
+            # Groups share a prompt up to its end; few requests go on from elsewhere.
+            end = request.prompt_length - 1
+            likely = self.pages.first_seen(end) <= number <= end // PAGE_TOKENS
+            self.pages.release_windows(
+                [request.pages[number]], [request.places[number]], likely=likely
+            )
+        request.window_start = max(request.window_start, last)
+
     def _release(self, request: BatchedRequest, *, keep: bool) -> None:
+        first = request.window_start
+        self.pages.release_windows(request.pages[first:], request.places[first:], keep=keep)
         self.pages.release(request.pages, keep=keep)
         request.pages, request.places, request.computed = [], [], 0
+        request.window_start = 0
         if request.state is not None and self._states is not None:
             self._states.give_back(request.state)
             request.state = None

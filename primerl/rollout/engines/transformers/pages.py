@@ -192,12 +192,13 @@ class PageTable:
 
         That is the prefix itself, unless keys and values of layers with windows were given up.
         """
-        if prefix.pending or self._has_window(prefix.pages, prefix):
+        whole = self._has_window(prefix.pages, len(prefix.pages), prefix)
+        if prefix.pending or whole:
             return prefix
-        pages = prefix.pages
-        while not self._has_window(pages):
-            pages = pages[:-1]
-        return Prefix(pages)
+        end = len(prefix.pages)
+        while not self._has_window(prefix.pages, end):
+            end -= 1
+        return Prefix(prefix.pages[:end])
 
     def allocate(self) -> Page:
         """Return a page for one user; it takes the room of an idle one if none is free.
@@ -306,12 +307,12 @@ class PageTable:
             page.key, page.parent = None, None
         self._root.children.clear()
 
-    def _has_window(self, pages: Sequence[Page], prefix: Prefix | None = None) -> bool:
-        """Whether the token after ``pages``, and after the partial page, sees all its tokens."""
+    def _has_window(self, pages: Sequence[Page], end: int, prefix: Prefix | None = None) -> bool:
+        """Whether the token after ``end`` pages, and after the partial page, sees all it has to."""
         if self.window is None:
             return True
-        tokens = len(pages) * PAGE_TOKENS + (0 if prefix is None else prefix.tokens)
-        seen = pages[self.first_seen(tokens) :]
+        tokens = end * PAGE_TOKENS + (0 if prefix is None else prefix.tokens)
+        seen = pages[self.first_seen(tokens) : end]
         partial = [] if prefix is None or prefix.partial is None else [prefix.partial]
         return all(page.window_index for page in itertools.chain(seen, partial))
 

@@ -1,4 +1,4 @@
-"""The priority of processes that share a CPU's cores with this one."""
+"""The priority of processes that share cores with this process."""
 
 import contextlib
 import errno
@@ -16,9 +16,9 @@ _TRIES, _RETRY_S = 10, 0.15  # the kernel accepts a value per tenth of a second,
 def lower_priority(root: int) -> None:
     """Let a process, its descendants and all their threads give way to other processes, on Linux.
 
-    Threads that wait for each other, as those of torch do at the end of each operation, are delayed
-    by any other process that takes the core of one of them. A process of lower priority takes only
-    what they leave.
+    At the end of each operation, the threads of torch wait for each other. So another process that
+    takes the core of one thread delays all of them. A process of lower priority takes little more
+    than what they leave.
 
     Where the kernel shares cores among sessions (``man 7 sched``, *The autogroup feature*), a
     thread's niceness counts only within its session. There the niceness of the session is set too.

@@ -38,7 +38,7 @@ def test_a_tree_of_processes_gives_way_with_all_threads_and_sessions():
         assert {value for pid in tree for value in niceness(pid)} == {priority.NICENESS}
         for pid in tree:
             group = Path(f"/proc/{pid}/autogroup")
-            if group.exists() and (text := group.read_text()):
+            if group.exists() and (text := group.read_text("utf-8")):
                 assert text.endswith(f"nice {priority.NICENESS}\n")
     finally:
         process.terminate()
@@ -51,11 +51,11 @@ def test_a_tree_of_processes_gives_way_with_all_threads_and_sessions():
 def test_a_session_of_this_process_keeps_its_share():
     child = subprocess.Popen(["sleep", "60"])
     own = Path("/proc/self/autogroup")
-    before = own.read_text() if own.exists() else None
+    before = own.read_text("utf-8") if own.exists() else None
     try:
         priority.lower_priority(child.pid)
         assert niceness(child.pid) == [priority.NICENESS]
-        assert (own.read_text() if own.exists() else None) == before
+        assert (own.read_text("utf-8") if own.exists() else None) == before
     finally:
         child.kill()
         child.wait()

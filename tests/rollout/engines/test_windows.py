@@ -11,6 +11,7 @@ import torch
 from served_models import generate_all, in_flight, most_sampled, pages_in_use, perturbed
 
 from primerl import rollout, testing, weights
+from primerl.rollout.engines.transformers import engine as engine_module
 from primerl.rollout.engines.transformers.pages import PAGE_TOKENS, pages_of_span
 from primerl.types import SamplingParams
 
@@ -187,9 +188,15 @@ def test_what_layers_with_windows_keep_does_not_grow_with_the_context(family):
     assert max(most) <= pages_of_span(WINDOW) + 1
 
 
-@pytest.mark.parametrize(("window", "lengths"), [(40, (1460, 1530)), (700, (1990, 1500))])
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [(1, (1460,)), (2, (1460, 1600)), (33, (1460, 1530)), (700, (1990, 1500))],
+)
 def test_a_request_longer_than_a_cache_of_windows_is_served(window, lengths):
-    """The rows of decoding requests, which have room for 1,536 or 2,048 tokens, slide, too."""
+    """The rows of decoding requests, which have room for 1,536 or 2,048 tokens, slide, too.
+
+    The windows of 2 and 33 tokens begin a token and a page before a block of keys.
+    """
     model = windowed_model("mistral", window=window)
     size = (pages_of_span(window) + pages_of_span(512)) * PAGE_TOKENS
     requests = [(random_tokens(n, n), SamplingParams(max_tokens=120)) for n in lengths]
@@ -198,6 +205,45 @@ def test_a_request_longer_than_a_cache_of_windows_is_served(window, lengths):
         completions = asyncio.run(generate_all(engine, requests))
     for (asked, _), completion in zip(requests, completions, strict=True):
         check_logprobs(model, asked, completion)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_that_held_nan_are_used_again(family):
+    """Token 9 makes its request's numbers NaN; the others' pages hold them before."""
+    model = windowed_model(family, 33, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = float("nan")
+    params = SamplingParams(max_tokens=20, seed=2)
+    good = [([token for token in random_tokens(n, n) if token != 9], params) for n in (3, 40, 130)]
+    bad = [([*random_tokens(100, 1), 9, *[3] * n], params) for n in (0, 1, 33)]
+
+    async def main():
+        requests = [engine.generate(*one) for one in bad + good]
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    with rollout.TransformersEngine(model) as engine:
+        expected = asyncio.run(generate_all(engine, good))
+    with rollout.TransformersEngine(model, cache_tokens=384) as engine:
+        for _ in range(3):
+            answers = asyncio.run(main())
+            assert all(isinstance(answer, RuntimeError) for answer in answers[:3])
+            for answer, one in zip(answers[3:], expected, strict=True):
+                assert answer.token_ids.tolist() == one.token_ids.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("budget", [2**20, 2**25, 2**27])
+def test_windows_and_bookkeeping_fit_into_the_memory_together(monkeypatch, family, budget):
+    monkeypatch.setattr(engine_module, "free_memory", lambda _: budget / engine_module.CACHE_SHARE)
+    model = windowed_model(family, window=700)
+    engine = rollout.TransformersEngine(model)
+    size, layer = engine._cache_size, 2 * 2 * 8 * 4  # a key and a value, 2 heads of 8, 4 bytes
+    all_windowed = family == "mistral"
+    windows = size.windowed_tokens * layer * (2 if all_windowed else 1)
+    others = size.tokens * (engine_module.BOOKKEEPING_BYTES if all_windowed else layer)
+    assert windows + others <= budget
+    if budget == 2**27:
+        assert size.tokens == 128 * 4096
 
 
 def test_a_smaller_cache_limits_requests_to_its_size():

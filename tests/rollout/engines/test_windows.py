@@ -254,8 +254,15 @@ def test_a_smaller_cache_limits_requests_to_its_size():
             asyncio.run(engine.generate(random_tokens(900), SamplingParams(max_tokens=101)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("window", [40, 600])
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [
+        ("gemma3_text", 40),
+        ("mistral", 600),
+        pytest.param("gemma3_text", 600, marks=pytest.mark.thorough),
+        pytest.param("mistral", 40, marks=pytest.mark.thorough),
+    ],
+)
 def test_draws_beyond_the_window_are_equal_alone_together_and_through_evictions(family, window):
     model = windowed_model(family, window)
     prompts = [random_tokens(100 + 230 * n, n) for n in range(6)]

@@ -2,7 +2,8 @@
 
 In float32 on a CPU, the result for a token has the same bits whatever else is in the batch, and
 however its request is divided into steps: products have at least ``LEAST_ROWS`` rows, and sums over
-keys are taken in blocks that begin at the request's first token.
+keys are taken in blocks that begin at a multiple of ``KEY_BLOCK`` tokens of the request. Some CPU
+libraries still round products of more rows differently, in the last digits.
 """
 
 import attrs

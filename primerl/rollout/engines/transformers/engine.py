@@ -476,10 +476,12 @@ class TransformersEngine:
             alone = self._most_tokens(free - windows * windowed, full)
             tokens = cache_tokens or max(together, alone)
             return CacheSize(tokens, min(tokens, windows))
-        windows = cache_tokens or min(windows, self._most_tokens(free, windowed))
+        known = self._most_tokens(free // 2, 0)
+        left = free - known * BOOKKEEPING_BYTES
+        windows = cache_tokens or min(windows, self._most_tokens(left, windowed))
         step = pages_of_span(self._step_tokens()) + pages_of_span(self._window)
         fits = windows >= step * PAGE_TOKENS
-        return CacheSize(self._most_tokens(free, 0) if fits else windows, windows)
+        return CacheSize(known if fits else windows, windows)
 
     def _most_tokens(self, free: int, token_bytes: int) -> int:
         """Return how many tokens fit into memory, or all requests together can have."""

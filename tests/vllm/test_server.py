@@ -3,14 +3,11 @@
 Issue 5, Shows 6: no route without the key.
 """
 
-import os
-
 import httpx
 import psutil
 import pytest
 
 from primerl import serving
-from primerl._common.processes import priority, supervisor
 from primerl.serving.server.middleware import OPEN_PATHS
 
 ADMIN = {
@@ -49,12 +46,6 @@ def test_it_serves_tokens(server):
     assert len(choice["token_ids"]) == 3
     assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"])
     assert server.alive
-
-
-def test_on_a_cpu_its_threads_give_way_to_the_trainer(server):
-    for pid in supervisor.descendants(server.pid):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            assert os.getpriority(os.PRIO_PROCESS, int(thread)) == priority.NICENESS
 
 
 def test_every_route_needs_the_key(server):

@@ -7,14 +7,14 @@ import time
 
 from primerl._common.processes import supervisor
 
-# Beside a process of normal priority, such a process gets a quarter of a core. With a tenth (10), a
-# server's updates of weights took so long that the trainer had to wait for them.
+# What is added to a process's niceness. It then gets a quarter of a core beside a process without.
+# With a tenth (10), a server's updates of weights took so long that the trainer had to wait for them.
 NICENESS = 5
 _TRIES, _RETRY_S = 10, 0.15  # the kernel accepts a value per tenth of a second, from all users
 
 
 def lower_priority(root: int) -> None:
-    """Let a process, its descendants and all their threads give way to other processes, on Linux.
+    """Let the descendants of a process give way to other processes, with all their threads.
 
     At the end of each operation, the threads of torch wait for each other. So another process that
     takes the core of one thread delays all of them. A process of lower priority takes little more
@@ -22,22 +22,36 @@ def lower_priority(root: int) -> None:
 
     Where the kernel shares cores among sessions (``man 7 sched``, *The autogroup feature*), a
     thread's niceness counts only within its session. There the niceness of the session is set too.
+    The leaders of sessions, such as a server that answers while another process computes, keep
+    their own niceness. Without Linux, this does nothing.
     """
     sessions = set()
-    for pid in {root, *supervisor.descendants(root)}:
+    for pid in supervisor.descendants(root):
         with contextlib.suppress(OSError):  # it has ended
-            sessions.add(os.getsid(pid))
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                os.setpriority(os.PRIO_PROCESS, int(thread), NICENESS)
+            session = os.getsid(pid)
+            if session == pid:
+                continue
+            sessions.add(session)
+            for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+                before = os.getpriority(os.PRIO_PROCESS, thread)
+                os.setpriority(os.PRIO_PROCESS, thread, _lower(before))
     for session in sessions - {os.getsid(0)}:
         _lower_session(session)
 
 
+def _lower(niceness: int) -> int:
+    return min(niceness + NICENESS, 19)
+
+
 def _lower_session(session: int) -> None:
+    path = f"/proc/{session}/autogroup"
     for _ in range(_TRIES):
         try:
-            with open(f"/proc/{session}/autogroup", "w", encoding="utf-8") as file:
-                file.write(str(NICENESS))
+            with open(path, "r+", encoding="utf-8") as file:
+                before = int(file.read().rpartition(" ")[2])  # "/autogroup-71 nice 0"
+                file.write(str(_lower(before)))
+        except ValueError:  # it is empty: the session has ended
+            return
         except OSError as error:  # such as: there are no autogroups, or the process has ended
             if error.errno != errno.EAGAIN:
                 return

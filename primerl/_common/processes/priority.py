@@ -8,7 +8,7 @@ import time
 from primerl._common.processes import supervisor
 
 # What is added to a process's niceness. It then gets a quarter of a core beside a process without.
-# With a tenth (10), a server's updates of weights took so long that the trainer had to wait for them.
+# With a tenth (10), a server loaded weights so slowly that the trainer had to wait for it.
 NICENESS = 5
 _TRIES, _RETRY_S = 10, 0.15  # the kernel accepts a value per tenth of a second, from all users
 

@@ -7,8 +7,8 @@ import time
 
 from primerl._common.processes import supervisor
 
-# What is added to a process's niceness. It then gets a quarter of a core beside a process without.
-# With a tenth (10), a server loaded weights so slowly that the trainer had to wait for it.
+# This is added to a process's niceness. The kernel then gives the process a quarter of a core that
+# it shares with another one. With 10 (a tenth), a server's loading of weights held up its trainer.
 NICENESS = 5
 _TRIES, _RETRY_S = 10, 0.15  # the kernel accepts a value per tenth of a second, from all users
 
@@ -17,8 +17,8 @@ def lower_priority(root: int) -> None:
     """Let the descendants of a process give way to other processes, with all their threads.
 
     At the end of each operation, the threads of torch wait for each other. So another process that
-    takes the core of one thread delays all of them. A process of lower priority takes little more
-    than what they leave.
+    takes the core of one thread delays all threads. A process of lower priority takes little more
+    than what the threads leave.
 
     Where the kernel shares cores among sessions (``man 7 sched``, *The autogroup feature*), a
     thread's niceness counts only within its session. There the niceness of the session is set too.
@@ -33,8 +33,9 @@ def lower_priority(root: int) -> None:
                 continue
             sessions.add(session)
             for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-                before = os.getpriority(os.PRIO_PROCESS, thread)
-                os.setpriority(os.PRIO_PROCESS, thread, _lower(before))
+                with contextlib.suppress(OSError):  # the thread alone has ended
+                    before = os.getpriority(os.PRIO_PROCESS, thread)
+                    os.setpriority(os.PRIO_PROCESS, thread, _lower(before))
     for session in sessions - {os.getsid(0)}:
         _lower_session(session)
 

@@ -154,7 +154,7 @@ class PageTable:
 
     @property
     def usage(self) -> float:
-        """Which part of the cache requests use: of the pool of which they use most."""
+        """The part of a pool that requests use, from 0 to 1; the larger one of both pools."""
         return max(pool.used / pool.size for pool in self.pools if pool.size)
 
     def fits(self, pages: int, windowed_pages: int) -> bool:
@@ -190,7 +190,7 @@ class PageTable:
     def shorten(self, prefix: Prefix) -> Prefix:
         """Return the longest part of a prefix whose next token sees all that it has to see.
 
-        That is the prefix itself, unless keys and values of layers with windows were given up.
+        The prefix itself is returned, unless keys and values of layers with windows were given up.
         """
         whole = self._has_window(prefix.pages, len(prefix.pages), prefix)
         if prefix.pending or whole:

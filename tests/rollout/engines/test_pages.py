@@ -592,3 +592,24 @@ def test_all_pages_used_is_an_error():
     with pytest.raises(IndexError, match="all pages"):
         table.allocate()
     assert (table.pool.used, table.pool.available) == (1, 0)
+
+
+def test_only_a_complete_page_passes_its_room_in_windows_on():
+    tokens = list(range(PAGE_TOKENS))
+    table = PageTable(4, window=PAGE_TOKENS, windowed_pages=2)
+    listed, other = table.allocate(), table.allocate()
+    table.list_under(None, listed, tokens)
+    listed.computed = PAGE_TOKENS  # its window was given up
+    table.allocate_window(other)
+    assert table.list_under(None, other, tokens) is listed
+    other.computed = PAGE_TOKENS - 1
+    table.release_windows([other], [listed])
+    assert (listed.window_index, other.window_index) == (0, 0)
+    assert table.windowed_pool.available == 2
+
+    table.allocate_window(other)
+    other.computed = PAGE_TOKENS
+    room = other.window_index
+    table.release_windows([other], [listed])
+    assert (listed.window_index, other.window_index) == (room, 0)
+    assert list(table.windowed_pool.idle) == [listed]

@@ -106,14 +106,34 @@ class PagedCache:
         return max(0, position + 1 - self.window) // unit * (unit // PAGE_TOKENS)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the first tokens of pages, one after another."""
-        for one in copies:
-            indices = (one.source.index, one.target.index)
-            window_indices = (one.source.window_index, one.target.window_index)
-            for layer, windowed in zip(self.layers, self.windowed, strict=True):
-                source, target = window_indices if windowed else indices
-                paged = layer.view(layer.shape[0], -1, PAGE_TOKENS, layer.shape[2])
-                paged[:, target, : one.tokens] = paged[:, source, : one.tokens]
+        """Copy the first tokens of pages, as if one page were copied after another."""
+        if not copies:
+            return
+        slots = self._slots([(one.source.index, one.target.index, one.tokens) for one in copies])
+        windowed_slots = slots
+        if self.window is not None:
+            windowed_slots = self._slots(
+                [(one.source.window_index, one.target.window_index, one.tokens) for one in copies]
+            )
+        for layer, windowed in zip(self.layers, self.windowed, strict=True):
+            sources, targets = windowed_slots if windowed else slots
+            layer[:, targets] = layer[:, sources]
+
+    def _slots(self, copies: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
+        """Return from where to where tokens are copied at once.
+
+        Args:
+            copies: for each page its source, its target, and the number of tokens.
+        """
+        origin: dict[int, int] = {}  # a page may be copied to, and then copied from
+        for source, target, tokens in copies:
+            for token in range(tokens):
+                slot = source * PAGE_TOKENS + token
+                origin[target * PAGE_TOKENS + token] = origin.get(slot, slot)
+        return (
+            to_device(list(origin.values()), torch.int64, self.device),
+            to_device(list(origin), torch.int64, self.device),
+        )
 
     def erase(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
         """Set pages to zero, in case they hold NaN, which would spoil the sums of later tokens.

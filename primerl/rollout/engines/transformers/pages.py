@@ -281,6 +281,8 @@ class PageTable:
             keep: whether what can be found is kept until its room is needed.
             likely: whether others are likely to go on from here; the rest is discarded first.
         """
+        if self.window is None:
+            return
         for page, place in zip(pages, places, strict=True):
             if not page.window_index:
                 continue

@@ -247,8 +247,11 @@ class Scheduler:
         """
         end = request.computed + count
         first, last = request.computed // PAGE_TOKENS, -(-end // PAGE_TOKENS)
-        there = sum(page.window_index > 0 for page in request.pages[first:last])
-        while not self.pages.fits(last - len(request.pages), last - first - there):
+        in_windows = 0
+        if self.pages.window is not None:
+            there = sum(page.window_index > 0 for page in request.pages[first:last])
+            in_windows = last - first - there
+        while not self.pages.fits(last - len(request.pages), in_windows):
             if self._preempt() is request:
                 return False
         for number in range(first, last):
@@ -405,6 +408,8 @@ class Scheduler:
 
     def _give_up_unseen(self, request: BatchedRequest) -> None:
         """Give up pages, in layers with windows, that no coming token of a request sees."""
+        if self.pages.window is None:
+            return
         last = self.pages.first_seen(request.computed)
         for number in range(request.window_start, last):
             # Groups share a prompt up to its end; few requests go on from elsewhere.

@@ -60,7 +60,7 @@ def convert_linears(
     Args:
         model: a Hugging Face model.
         where: returns whether to replace the linear layer of a given name. By default, all linear
-            layers except heads, routers and indexers are replaced.
+            layers except the head, routers and indexers are replaced.
         form: the format of blocks and scales; use the sampler's.
         weight_gradient: precision of the weight gradient, ``"bf16"`` or ``"fp8"`` (with blocks
             along tokens).
@@ -81,11 +81,11 @@ def convert_linears(
         for name, module in model.named_modules()
         if type(module) is nn.Linear and where(name)
     }
+    if where is outside_heads_and_routers:  # a head may have any name
+        head = _head(model)
+        chosen = {name: module for name, module in chosen.items() if module is not head}
     if not chosen:
-        raise ValueError(
-            f"where= selected none of the linear layers of {type(model).__name__}; expected a "
-            "function of a layer's name, such as lambda name: 'mlp' in name"
-        )
+        raise _none_chosen(model, where)
     _refuse_head(model, chosen)
     for name, module in chosen.items():
         layer = Fp8Linear(module, form=form, weight_gradient=weight_gradient, backend=backend)
@@ -116,9 +116,26 @@ def _refuse_wrong_order(model: nn.Module) -> None:
             )
 
 
-def _refuse_head(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+def _head(model: nn.Module) -> nn.Module | None:
     find: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
-    head = find()
+    return find()
+
+
+def _none_chosen(model: nn.Module, where: Callable[[str], bool]) -> ValueError:
+    name = type(model).__name__
+    if where is outside_heads_and_routers:
+        return ValueError(
+            f"{name} has no torch.nn.Linear layers apart from its head, routers and indexers, so "
+            "no layer can multiply in FP8"
+        )
+    return ValueError(
+        f"where= selected none of the linear layers of {name}; expected a function of a layer's "
+        "name, such as lambda name: 'mlp' in name"
+    )
+
+
+def _refuse_head(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    head = _head(model)
     owners: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, name)

@@ -9,6 +9,7 @@ from torch import nn
 
 from primerl import fp8, loss, parallel, replay, testing
 from primerl.parallel.expert_parallel.experts import divide_experts
+from primerl.testing.families import tiny_family
 
 FORM = fp8.Format.of_blocks(16)
 TOKENS = torch.arange(2, 26)[None]
@@ -74,6 +75,23 @@ def test_where_chooses_by_name():
         fp8.convert_linears(testing.tiny_model("llama"), where=lambda name: False)
     with pytest.raises(ValueError, match="lm_head is the head: loss.model_logprobs multiplies"):
         fp8.convert_linears(testing.tiny_model("llama"), where=lambda name: True)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("biogpt", "output_projection"), ("modernbert-decoder", "decoder")]
+)
+def test_a_head_of_another_name_is_left_out(family, head):
+    model = tiny_family(family)
+    replaced = fp8.convert_linears(model, form=FORM)
+    assert replaced
+    assert type(model.get_submodule(head)) is nn.Linear
+    with pytest.raises(ValueError, match=f"{head} is the head"):
+        fp8.convert_linears(tiny_family(family), where=lambda name: True, form=FORM)
+
+
+def test_a_model_without_linear_layers_is_refused():
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no torch.nn.Linear layers apart"):
+        fp8.convert_linears(tiny_family("gpt2"), form=FORM)
 
 
 def compiled(model):

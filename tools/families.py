@@ -11,17 +11,30 @@ import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import attrs
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from primerl import optim, rollout
+from primerl import fp8, optim, parallel, replay, rollout
+from primerl._common.checkpoint_tensors import SCALES, checkpoint_tensors, converted
+from primerl._common.expert_modules import expert_modules
+from primerl.packing import PackedBatch
 from primerl.parity.checks import Finding, MeshPlan
 from primerl.parity.command import Task, applicable, compare, versions
+from primerl.parity.mesh_training import make_batches, model_documents, score
+from primerl.replay.recorder import expert_layers
 from primerl.testing.families import tiny_family
 from primerl.types import Completion, SamplingParams
 
 ALONE = "1 process"
-CLOSE = 2e-5  # of logprobs that the embedded engine and a forward pass give
+CLOSE = 2e-5  # largest difference of logprobs, or relative one of gradients, by rounding
+MOVED = 1e-3  # smallest change of a logprob that other experts cause in at least one token
+FP8_CHANGE = 0.5  # largest mean change of logprobs by FP8, in standard deviations of logprobs
+BLOCK = 16  # of FP8 in the tiny models
+TABLE = "tid2eid"  # DeepSeek-V4's table of the experts of each token id
 # Families with encoders, whose language model has no class of its own.
 MULTIMODAL = ("glm4v_moe", "kimi_k25", "qwen3_vl", "qwen3_vl_moe")
 MESHES = [
@@ -30,6 +43,11 @@ MESHES = [
     MeshPlan(cp=2, recompute=True),
     MeshPlan(share_prefixes=True, recompute=True),
 ]
+LOOKED_UP = "layers that look up each token's experts follow only the routes of their table"
+PLAIN_EXPERTS = (
+    "its experts are not in FP8, because transformers does not call them through its registry of "
+    "experts functions"
+)
 MUON = """## Muon
 
 This table lists how `optim.muon_parameters` updates each parameter of the tiny models
@@ -74,6 +92,13 @@ reloaded checkpoint must agree with it. The columns are:
   that the combination is unsupported; empty: it does not apply.
 - `engine`: whether `rollout.TransformersEngine` serves the family; the logprobs of sampled tokens
   must agree with those of a forward pass within 2e-5.
+- `replay`: [router replay](router-replay.md) in two packed documents. Routes that the model chose
+  itself may change nothing when they are forced. Random routes must reach the experts, change a
+  logprob by more than 1e-3, and leave nonzero gradients finite and nonzero. Empty without experts.
+- `fp8`: training in [FP8](fp8.md) in blocks of 16, including the experts. Every FP8 weight must get
+  a gradient. Logprobs must change, on average by at most half of their standard deviation
+  (the largest change of a family is 0.38 standard deviations, the median 0.09). The published
+  values must be those by which the layers multiply, bit for bit.
 - `loss`, `gradient norm`: the largest relative difference from the reference.
 
 The tiny models' windows and chunks of attention have 8 tokens, and the longest document 31. Linear
@@ -114,12 +139,15 @@ def markdown_table(findings: Sequence[Finding]) -> str:
         cells = [_result(alone)]
         cells += [_result([f for f in mine if _plain(f.mesh) == mesh]) for mesh in meshes]
         served, reason = sampled(family)
-        cells += [served]
+        replaying, no_replay = replayed(family)
+        in_fp8, no_fp8 = quantized(family)
+        cells += [served, replaying, in_fp8]
         cells += [f"{_worst(mine, check):.0e}" for check in ("loss", "gradient norm")]
         rows.append(f"| `{family}` | {' | '.join(cells)} |")
         remarks += [f"- `{family}`, {_plain(f.mesh)}: {f.note}" for f in mine if f.note]
-        remarks += [f"- `{family}`, engine: {reason}"] if reason else []
-    heads = ["family", "packed", *meshes, "engine", "loss", "gradient norm"]
+        reasons = {"engine": reason, "replay": no_replay, "fp8": no_fp8}
+        remarks += [f"- `{family}`, {column}: {why}" for column, why in reasons.items() if why]
+    heads = ["family", "packed", *meshes, "engine", "replay", "fp8", "loss", "gradient norm"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *rows, ""]
     lines += [*remarks, ""] if remarks else []
     if refused:
@@ -165,6 +193,191 @@ def sampled(family: str) -> tuple[str, str]:
         found = torch.tensor(completion.logprobs)
         worst = max(worst, (found - expected).abs().max().item())
     return ("pass", "") if worst < CLOSE else ("FAIL", f"logprobs differ by {worst:.0e}")
+
+
+@attrs.frozen(eq=False)
+class _Backward:
+    """The results of a forward and a backward pass."""
+
+    logprobs: Tensor
+    """Logprobs of the trained tokens."""
+    gradients: dict[str, Tensor]
+    """Gradients, of the parameters that have one."""
+
+    @property
+    def moved(self) -> set[str]:
+        """Names of the parameters whose gradient is finite and not 0."""
+        return {n for n, g in self.gradients.items() if g.isfinite().all() and g.any()}
+
+
+def replayed(family: str) -> tuple[str, str]:
+    """Force the routes that a family's tiny model chose, and random ones, in packed documents.
+
+    Returns:
+        ``pass``, ``FAIL``, ``refused``, or nothing if the family has no experts; and the reason.
+    """
+    model = tiny_family(family)
+    if not _has_experts(model):
+        return "", ""
+    try:
+        experts = replay.shape(model).experts
+    except ValueError as error:
+        return "refused", str(error)
+    batch, draws = _two_documents(model), torch.Generator().manual_seed(0)
+    tables = _fill_tables(model, draws)
+    plain, own = _with_routes(model, batch, None)
+    other = torch.rand(*own.shape[:2], experts, generator=draws).topk(own.shape[2]).indices
+    other = torch.where(torch.tensor(tables)[:, None], own, other).sort(-1).values
+    try:
+        same, followed = _with_routes(model, batch, own)
+        forced, reached = _with_routes(model, batch, other)
+    except RuntimeError as error:
+        return "refused" if "can't be forced" in str(error) else "FAIL", str(error)
+    moved, by_own = _largest(forced.logprobs - plain.logprobs), _difference(same, plain)
+    idle = sorted(plain.moved - forced.moved)
+    faults = {
+        "the model's own routes did not reach the experts": not torch.equal(followed, own),
+        f"the model's own routes change its results by {by_own:.0e}": not by_own < CLOSE,
+        "other routes did not reach the experts": not torch.equal(reached, other),
+        f"other routes change logprobs by no more than {moved:.0e}": not moved > MOVED,
+        f"with other routes, {', '.join(idle)} have no finite gradients": bool(idle),
+    }
+    return _verdict(faults, LOOKED_UP if any(tables) else "")
+
+
+def _fill_tables(model: nn.Module, draws: torch.Generator) -> list[bool]:
+    """Draw each token id's experts where layers look them up; return which layers with experts do.
+
+    The tables of a model without a checkpoint are zeros.
+    """
+    found = []
+    for layer in expert_layers(model):
+        tables = [b for name, b in layer.block.named_buffers() if name.endswith(TABLE)]
+        for table in tables:
+            scores = torch.rand(len(table), layer.count, generator=draws)
+            table.copy_(scores.topk(table.shape[1]).indices)
+        found.append(bool(tables))
+    return found
+
+
+def quantized(family: str) -> tuple[str, str]:
+    """Train a family's tiny model in FP8 on packed documents, and compare what it would publish.
+
+    Returns:
+        ``pass``, ``FAIL`` or ``refused``, and the reason.
+    """
+    exact, model = tiny_family(family), tiny_family(family)
+    batch, form = _two_documents(model), fp8.Format.of_blocks(BLOCK)
+    matmul = fp8.GroupedMatmul(form=form) if expert_modules(model) else None
+    try:
+        fp8.convert_linears(model, form=form)
+        if matmul is not None:
+            parallel.divide_experts(model, matmul=matmul)
+    except ValueError as error:
+        return "refused", str(error)
+    plain, ours = _backward(exact, batch), _backward(model, batch)
+    operands = _operands(model, matmul)
+    changes = (ours.logprobs - plain.logprobs).abs() / plain.logprobs.std()
+    trained = {name for name in operands if model.get_parameter(name).requires_grad}
+    idle = sorted((plain.moved | trained) - ours.moved)
+    mean = changes.mean().item()
+    faults = {
+        f"{', '.join(idle)} have no finite gradients": bool(idle),
+        f"logprobs change by {mean:.2f} standard deviations": not mean < FP8_CHANGE,
+        "logprobs don't change": not changes.max() > CLOSE,
+    }
+    if any(faults.values()):
+        return _verdict(faults, "")
+    try:
+        quantize = fp8.CheckpointQuantizer(model, experts=matmul)
+    except ValueError as error:
+        return "refused", f"it can be trained, but not published: {error}"
+    faults = _faults_of_publishing(model, quantize, operands)
+    plain_experts = matmul is None and _has_experts(model)
+    return _verdict(faults, PLAIN_EXPERTS if plain_experts else "")
+
+
+def _faults_of_publishing(
+    model: nn.Module, quantize: fp8.CheckpointQuantizer, operands: dict[str, Tensor]
+) -> dict[str, bool]:
+    """Compare the published values with those by which the layers multiply."""
+    sent = dict(checkpoint_tensors(model, quantize=quantize))
+    published = {
+        name: fp8.dequantize(q, sent[name + SCALES], block=BLOCK)
+        for name, q in sent.items()
+        if name + SCALES in sent
+    }
+    expected = converted(model, operands)
+    wrong = [n for n, w in expected.items() if n in published and not torch.equal(published[n], w)]
+    missing = sorted(expected.keys() ^ published.keys())
+    return {
+        f"other tensors are published than are multiplied by: {missing[:3]}": bool(missing),
+        f"{', '.join(wrong)} differ from the operands of their products": bool(wrong),
+    }
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(name.endswith(".experts") for name, _ in model.named_modules())
+
+
+def _two_documents(model: Any) -> PackedBatch:
+    """Pack documents of 16 and 31 tokens into one row."""
+    ((batch,),) = make_batches(model_documents(model)[2:4])
+    return batch
+
+
+def _with_routes(
+    model: nn.Module, batch: PackedBatch, rows: Tensor | None
+) -> tuple[_Backward, Tensor]:
+    """Train with these routes, or without; return the routes that reached the experts, too."""
+    with replay.forced(model, rows), replay.capture(model) as reached:
+        found = _backward(model, batch)
+    return found, reached.rows.long().sort(-1).values  # their order has no meaning
+
+
+def _backward(model: nn.Module, batch: PackedBatch) -> _Backward:
+    model.zero_grad()
+    logprobs, _ = score(model, batch, entropy=False)
+    (-logprobs[batch.loss_mask].mean()).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return _Backward(logprobs.detach()[batch.loss_mask], gradients)
+
+
+def _operands(model: nn.Module, matmul: fp8.GroupedMatmul | None) -> dict[str, Tensor]:
+    """Return the weights by which FP8 layers multiply, as their products with identity matrices."""
+    found = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, fp8.Fp8Linear):
+            without = {} if layer.bias is None else {"bias": torch.zeros_like(layer.bias)}
+            identity = torch.eye(layer.in_features)
+            found[f"{name}.weight"] = functional_call(layer, without, identity).detach().T
+    for name, experts in expert_modules(model).items():
+        for own, parameter in experts.named_parameters():
+            if matmul is not None and parameter.ndim == 3:
+                count, _, inputs = parameter.shape
+                rows = torch.eye(inputs).repeat(count, 1)
+                ends = inputs * torch.arange(1, count + 1, dtype=torch.int32)
+                products = matmul(rows, parameter.detach().transpose(1, 2), ends)
+                found[f"{name}.{own}"] = products.view(count, inputs, -1).transpose(1, 2)
+    return found
+
+
+def _difference(one: _Backward, other: _Backward) -> float:
+    """Return the largest difference of logprobs, or of gradients relative to the largest one."""
+    if one.gradients.keys() != other.gradients.keys():
+        return float("inf")
+    scale = max(_largest(g) for g in other.gradients.values())
+    differences = [_largest(one.gradients[n] - g) / scale for n, g in other.gradients.items()]
+    return max(*differences, _largest(one.logprobs - other.logprobs))
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _verdict(faults: dict[str, bool], reason: str) -> tuple[str, str]:
+    fault = next((text for text, so in faults.items() if so), "")
+    return ("FAIL", fault) if fault else ("pass", reason)
 
 
 def muon_table(families: Iterable[str]) -> str:

@@ -367,8 +367,9 @@ def _difference(one: _Backward, other: _Backward) -> float:
     if one.gradients.keys() != other.gradients.keys():
         return float("inf")
     scale = max(_largest(g) for g in other.gradients.values())
-    differences = [_largest(one.gradients[n] - g) / scale for n, g in other.gradients.items()]
-    return max(*differences, _largest(one.logprobs - other.logprobs))
+    found = [_largest(one.gradients[n] - g) / scale for n, g in other.gradients.items()]
+    found.append(_largest(one.logprobs - other.logprobs))
+    return torch.tensor(found).max().item()  # NaN if one is, unlike Python's max
 
 
 def _largest(x: Tensor) -> float:

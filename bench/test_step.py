@@ -49,7 +49,7 @@ OUR_FLAGS = {
     "shipped": ["--engine", "vllm"],
     "tuned": [
         *("--engine", "vllm", "--vllm", "enforce_eager", "False"),
-        *("--compile", "--groups-per-step", "16"),
+        *("--compile", "--groups-per-step", "16", "--pack-tokens", "4096"),
     ],
 }
 THEIRS = {"default engine": "quickstart", "shipped": "quickstart", "tuned": "tuned"}

@@ -172,7 +172,7 @@ def open_engine(args: Args, model: Any) -> Iterator[Any]:
         if torch.cuda.device_count() == 1:
             settings["gpu_memory_utilization"] = 0.4  # the trainer needs the rest
         print("sampling with vLLM; --engine transformers would sample in this process")
-        server = serving.serve_vllm(args.model, gives_way=True, **(settings | args.vllm))
+        server = serving.serve_vllm(args.model, **(settings | args.vllm))
         with server, serving.VLLMEngine(server) as engine:
             yield engine
     else:

@@ -3,7 +3,6 @@
 Issue 5, Shows 5.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from primerl._common.processes.priority import NICENESS
 from primerl._common.shared_folder import shared_memory
 
 SMALL = ["--steps", "2", "--groups-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
@@ -47,7 +45,6 @@ class Recipe:
                 stderr=subprocess.STDOUT,
             )
         self.tree = {self._process}
-        self.niceness = set()
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self):
@@ -56,9 +53,6 @@ class Recipe:
                 self.tree.update(self._process.children(recursive=True))
             except psutil.NoSuchProcess:
                 return
-            for one in self.tree:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self.niceness.add(one.nice())
             time.sleep(0.1)
 
     def wait_for_step(self):
@@ -129,9 +123,6 @@ def test_the_recipe_starts_a_server_trains_and_leaves_nothing(recipes):
     assert code == 0, output
     check_run(own.folder)
     own.check_nothing_left()
-    base = os.nice(0)
-    assert own.niceness == {base, base + NICENESS}  # the server's engine gives way to the trainer
-    assert other.niceness == {base}
 
 
 def test_a_running_server_is_used_and_keeps_running(recipes, pair):

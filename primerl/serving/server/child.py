@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl._common.processes import launch, supervisor
-from primerl._common.processes.priority import lower_priority
+from primerl._common.processes.brief_spinning import BriefSpinning
 from primerl._common.progress import report
 from primerl.serving.names import FOLDER_BACKEND
 from primerl.serving.server.arguments import (
@@ -49,7 +49,6 @@ def serve_vllm(
     weight_transfer: str | None = FOLDER_BACKEND,
     log_path: str | os.PathLike[str] | None = None,
     start_timeout_s: float = 600.0,
-    gives_way: bool = False,
     env: Mapping[str, str] | None = None,
     **engine_args: Any,
 ) -> "VLLMServer":
@@ -59,7 +58,9 @@ def serve_vllm(
             engine = serving.VLLMEngine([server])
 
     The server is killed when this process exits, even if this process crashes. All endpoints
-    except ``/health`` and ``/ping``, administrative ones included, require the API key.
+    except ``/health`` and ``/ping``, administrative ones included, require the API key. Beside a
+    server on a CPU, torch's threads in this process sleep while they wait for each other, so that
+    the server gets their cores.
 
     Args:
         model: a folder, or an id on the Hugging Face hub.
@@ -71,8 +72,6 @@ def serve_vllm(
         log_path: the file to which the server's output is appended. By default a private temporary
             file, which ``close()`` removes unless the server failed.
         start_timeout_s: the timeout of starting the server.
-        gives_way: whether the server gets a lower priority than this process on a CPU, once it is
-            ready. That speeds up training beside it.
         env: environment variables of the server, in addition to this process's.
         engine_args: vLLM's arguments by their own names: ``max_model_len=4096``,
             ``enable_prefix_caching=True`` (``False`` becomes ``--no-...``),
@@ -96,7 +95,6 @@ def serve_vllm(
         weight_transfer=weight_transfer,
         log_path=Path(log_path) if log_path is not None else None,
         start_timeout_s=start_timeout_s,
-        gives_way=gives_way,
         env=env,
     )
 
@@ -123,15 +121,14 @@ class VLLMServer:
         weight_transfer: str | None = FOLDER_BACKEND,
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
-        gives_way: bool = False,
-        env: Mapping[str, str] | None = None,
+            env: Mapping[str, str] | None = None,
     ) -> None:
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"serve_vllm needs Linux; this system is {sys.platform}")
         if model.startswith(("/", ".", "~")) and not Path(model).is_dir():
             raise ValueError(f"model={model!r} is not a folder; expected one, or an id on the hub")
         on_cpu = check_vllm_version()
-        self._gives_way = on_cpu and gives_way
+        self._on_cpu = on_cpu
         self.model = model
         self.api_key = secrets.token_urlsafe(32) if api_key is None else api_key
         if not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
@@ -170,6 +167,7 @@ class VLLMServer:
         self._folder: str | None = None
         self._temporary: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._spinning: BriefSpinning | None = None
 
     @property
     def url(self) -> str:
@@ -236,6 +234,9 @@ class VLLMServer:
         process = self._process
         if process is None:
             return 0
+        if stop and self._spinning is not None:
+            self._spinning.close()
+            self._spinning = None
         if stop:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -311,8 +312,8 @@ class VLLMServer:
             self.wait(stop=True)
             self._remove_folder(keep_log=True)
             raise
-        if self._gives_way:  # not before: other work could keep it from ever being ready
-            lower_priority(self._process.pid)
+        if self._on_cpu and self._spinning is None:
+            self._spinning = BriefSpinning()
 
 
 def _send_key(process: "subprocess.Popen[bytes]", api_key: str) -> None:

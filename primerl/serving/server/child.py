@@ -234,10 +234,10 @@ class VLLMServer:
         process = self._process
         if process is None:
             return 0
-        if stop and self._spinning is not None:
-            self._spinning.close()
-            self._spinning = None
         if stop:
+            if self._spinning is not None:
+                self._spinning.close()
+                self._spinning = None
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)

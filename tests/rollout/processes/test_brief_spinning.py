@@ -27,6 +27,7 @@ def spun_s(operations):
 
     spent()
     with contextlib.closing(BriefSpinning()):
+        spent()  # until its pool exists
         brief = spent()
     return spent(), brief
 

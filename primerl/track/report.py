@@ -32,7 +32,7 @@ from primerl.track.run_folder import (
     complete_lines,
     read_json,
 )
-from primerl.track.verdict import verdict
+from primerl.track.verdict import OF_EVALUATION, verdict
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ TOKEN_BYTES = 48  # approximate size of a token's entries of arrays in JSON
 # The arrays of a trained sequence in a chunk; its other values are in the list of rollouts.
 ARRAYS = ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages")
 OF_TRAINER = ("logprobs", "entropy")  # present if the loop passed them to Run.log
-OF_EVALUATION = ("step", "evaluation", "evaluation_failed")
 DIGITS = 5  # further digits are unreadable
 
 _Converted = TypeVar("_Converted")
@@ -81,13 +80,13 @@ def write_report(
         raise ValueError("no run is given; expected the folder of at least one run")
     folders = [Path(run) for run in runs]
     parts: list[str] = []
-    for number, folder in enumerate(folders):
+    for number, (folder, name) in enumerate(zip(folders, _names(folders), strict=True)):
         with RolloutFiles(folder) as recorded:
             groups = recorded.groups()
             shown = _chosen(groups, max_rollouts, max_bytes)
             lines = (recorded.lines(int(one["offset"]), int(one["bytes"])) for one in shown)
             chunks = list(_chunks([one for some in lines for one in rollouts_of(some)]))
-            overview = _overview(folder, chunks, recorded=int(groups["rollouts"].sum()))
+            overview = _overview(folder, name, chunks, recorded=int(groups["rollouts"].sum()))
             parts.append(_embedded(f"run-{number}", json.dumps(overview).encode()))
             for place, chunk in enumerate(chunks):
                 contents = msgspec.json.encode(_contents(recorded, chunk))  # NaN becomes null
@@ -101,12 +100,22 @@ def write_report(
     return to
 
 
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the name of each folder; if names repeat, the paths from the folder that has all."""
+    paths = [folder.resolve() for folder in folders]
+    names = [path.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    common = os.path.commonpath([path.parent for path in paths])
+    return [str(path.relative_to(common)) for path in paths]
+
+
 def _file(name: str) -> str:
     return files("primerl.track").joinpath(name).read_text(encoding="utf-8")
 
 
 def _overview(
-    folder: Path, chunks: Sequence[Sequence[_Rollout]], *, recorded: int
+    folder: Path, name: str, chunks: Sequence[Sequence[_Rollout]], *, recorded: int
 ) -> dict[str, Any]:
     """Return what the page shows of a run before a rollout is opened."""
     rollouts = [rollout for chunk in chunks for rollout in chunk]
@@ -117,7 +126,7 @@ def _overview(
     args = read_json(folder / ARGS)
     steps = _with_evaluations(_readable(folder / METRICS, _step), folder)
     return {
-        "name": folder.resolve().name,
+        "name": name,
         "args": args,
         "summary": summary,
         "verdict": attrs.asdict(verdict(steps, args)),

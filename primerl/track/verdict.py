@@ -27,6 +27,10 @@ BOUNDS = {
     "reward_std": 1e-6,  # a lower bound
 }
 """The bound of each metric, beyond which a run has a fault; ``docs/runs.md`` explains them."""
+OF_EVALUATION = ("step", "evaluation", "evaluation_failed")
+"""The metrics of an evaluation. The last one, of the final weights, has no step's metrics."""
+LARGEST = 1e100
+"""The largest number that is judged; squares and sums of such numbers are finite."""
 
 
 @attrs.frozen
@@ -43,19 +47,18 @@ class RunVerdict:
 def verdict(steps: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> RunVerdict:
     """Judge a run by its metrics: its worst fault, or else whether its reward rises.
 
-    Faults are found in medians over the last ``RECENT`` steps that have the metric, and the trend
-    in the means of the first and the last third of all steps. The noise of the trend is estimated
+    Faults are found in medians over the last ``RECENT`` steps that have the metric (of dropped
+    groups, which come in bursts, in the mean over the last steps), and the trend in the means of
+    the first and the last third of all steps. The noise of the trend is estimated
     from differences of neighboring steps. Supervised runs have no reward: their loss must fall.
 
     Args:
         steps: the metrics of each step, in order, with those of its evaluation.
         args: the run's arguments, of which ``groups_per_step`` is read.
     """
-    faults = [
-        fault
-        for fault in (_mismatched(steps), _stale(steps, args), _truncated(steps), _starved(steps))
-        if fault is not None
-    ]
+    trained = [line for line in steps if line.keys() - OF_EVALUATION]
+    found = (_mismatched(trained), _stale(trained, args), _truncated(trained), _starved(trained))
+    faults = [fault for fault in found if fault is not None]
     trend = _trend(steps)
     if not faults:
         return trend
@@ -130,7 +133,7 @@ def _trend(steps: Sequence[Mapping[str, Any]]) -> RunVerdict:
         name = "evaluation_loss" if len(held_out) >= FEWEST_STEPS else "loss"
         values, sign = _numbers(steps, name), -1
     if len(values) < FEWEST_STEPS:
-        text = f"there are {len(values)} steps with a {name}; a trend needs {FEWEST_STEPS}."
+        text = f"steps with a {name}: {len(values)}; a trend needs {FEWEST_STEPS}."
         return RunVerdict("not learning yet", text)
     third = len(values) // 3
     first, last = fmean(values[:third]), fmean(values[-third:])
@@ -165,5 +168,5 @@ def _number(value: Any) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value of a damaged or foreign record is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
+    """Return whether a value of a damaged or foreign record is a number up to ``LARGEST``."""
+    return type(value) in (int, float) and abs(value) <= LARGEST

@@ -1,40 +1,51 @@
-"""The search of the documentation site: mkdocs-material's own worker, in a Chromium browser."""
+"""The search of the documentation site: mkdocs-material's own worker, run by Node."""
 
 import json
+import shutil
+import subprocess
 
-from report_pages import in_browser
+import pytest
 
-PAGE = """<!doctype html><body><script>
-const worker = new Worker(URL.createObjectURL(new Blob([SOURCE])));
-const ask = message => new Promise(resolve => {
-  worker.onmessage = event => resolve(event.data.data);
-  worker.postMessage(message);
-});
-const firstPage = async query => {
-  const {items} = await ask({type: 2, data: query});
-  return items.length ? items[0][0].location.split("#")[0] : null;
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="needs Node")
+
+SEARCH = """
+const vm = require("node:vm");
+const {source, index, queries} = JSON.parse(require("node:fs").readFileSync(0));
+let receive, answered;
+const worker = {
+  addEventListener: (_, listener) => { receive = listener; },
+  postMessage: message => answered(message.data),
 };
-ask({type: 0, data: INDEX}).then(() => { document.body.dataset.ready = "true"; });
-</script></body>"""
+vm.runInNewContext(source, Object.assign(worker, {self: worker, URL, console}));
+const ask = message => new Promise(resolve => {
+  answered = resolve;
+  receive({data: message});
+});
+const search = async () => {
+  await ask({type: 0, data: index});
+  const found = {};
+  for (const query of queries) {
+    const {items} = await ask({type: 2, data: query});
+    found[query] = items.length ? items[0][0].location.split("#")[0] : null;
+  }
+  console.log(JSON.stringify(found));
+};
+search();
+"""
 
 
-def first_pages(site, queries, folder):
+def first_pages(site, queries):
     """Return the page of the built site that its search puts first, by query."""
     (source,) = site.glob("assets/javascripts/workers/search.*.min.js")
     index = json.loads((site / "search/search_index.json").read_text()) | {"options": {}}
-    page = folder / "search.html"
-    script = PAGE.replace("INDEX", _literal(index)).replace("SOURCE", _literal(source.read_text()))
-    page.write_text(script)
-    found = {}
-
-    async def steps(shown):
-        for query in queries:
-            found[query] = await shown.run(f"firstPage({json.dumps(query)})")
-
-    in_browser(page, folder, steps)
-    return found
-
-
-def _literal(value):
-    """Return a value as JavaScript that may stand in a page's script."""
-    return json.dumps(value).replace("<", "\\u003c")
+    asked = {"source": source.read_text(), "index": index, "queries": list(queries)}
+    done = subprocess.run(
+        [NODE, "-e", SEARCH],
+        input=json.dumps(asked),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout)

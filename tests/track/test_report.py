@@ -518,6 +518,72 @@ def test_colors_mean_runs_and_line_styles_mean_series(tmp_path):
     in_browser(track.write_report([one, two]), tmp_path, steps)
 
 
+@needs_chromium
+def test_a_seventh_run_has_a_color_of_its_own_and_captions_stay_in_their_charts(tmp_path):
+    """A sixth run looked like a further series of the first one; values left their charts."""
+    folders = [
+        metrics_run(tmp_path / f"async_grpo-{number:03}", tokens__a=[1.0], tokens__b=[2.0])
+        for number in range(7)
+    ]
+    looks = (
+        "[...document.querySelectorAll('figure')].find(one => one.querySelectorAll('.curve').length"
+        " === 14).querySelectorAll('.curve')"
+    )
+    outside = (
+        "[...document.querySelectorAll('figcaption *')].filter(one => one.getBoundingClientRect()"
+        ".right > one.closest('figure').getBoundingClientRect().right).map(one => one.textContent)"
+    )
+
+    async def steps(page):
+        await page.run(OPEN_ALL)
+        colors = await page.run(f"[...{looks}].map(one => getComputedStyle(one).stroke)")
+        dashes = await page.run(f"[...{looks}].map(one => one.getAttribute('stroke-dasharray'))")
+        assert len(set(colors)) == 7
+        assert len(set(dashes)) == 2
+        assert await page.run(outside) == []
+
+    in_browser(track.write_report(folders), tmp_path, steps)
+
+
+@needs_chromium
+def test_curves_of_extreme_numbers(tmp_path):
+    """The page did not respond if neighboring floats of 1e17 were on one axis."""
+    folder = metrics_run(
+        tmp_path / "run",
+        neighbors=[1e17, 1e17 + 16, 1e17],
+        rounding=[0.3, 0.1 + 0.2, 0.3],
+        count=[123_456_789, 123_456_790, 123_456_791],
+        norm=[1.0, 1e300, 1e300],
+        least=[0.0, 5e-324, 0.0],
+        once=[None, 1.0, None],
+    )
+    labels = "[...{}.querySelectorAll('.ticks span')].map(one => one.textContent)"
+
+    async def steps(page):
+        await page.run(OPEN_ALL)
+        found = {
+            title: await page.run(labels.format(FIGURE.format(title)))
+            for title in ("neighbors", "rounding", "count", "norm", "least", "once")
+        }
+        assert all(len(set(texts)) == len(texts) > 1 for texts in found.values()), found
+        assert found["neighbors"] == ["5e16", "1.0e17", "1.5e17"]
+        assert max(map(len, found["rounding"])) == 3
+        assert found["count"][0] == "123,456,789"
+        caption = f"{FIGURE.format('norm')}.querySelector('output').textContent"
+        assert (await page.run(caption)).strip() == "1.00e300"
+        once = f"getComputedStyle({FIGURE.format('once')}.querySelector('.curve')).strokeWidth"
+        assert await page.run(once) == "6px"
+
+    in_browser(folder / "report.html", tmp_path, steps)
+
+
+def test_runs_of_the_same_name_are_named_by_their_paths(tmp_path):
+    folders = [record(tmp_path / name, steps=1) for name in ("one/run", "two/run")]
+    data = embedded(track.write_report(folders))
+
+    assert [data[f"run-{number}"]["name"] for number in range(2)] == ["one/run", "two/run"]
+
+
 CHATS = {
     "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHow  many?<|im_end|>\n": "How many?",
     "<|start_header_id|>user<|end_header_id|>\n\nHow many?<|eot_id|>": "How many?",

@@ -56,10 +56,28 @@ NOISE = [0.3, -0.2, 0.1, -0.3, 0.2, -0.1]
         ({"reward": None, "loss": [2.0 - 0.1 * step for step in range(12)]}, "learning"),
         ({"reward": None, "loss": [2.0 + 0.1 * step for step in range(12)]}, "not learning yet"),
         ({"reward": "much", "truncated": float("nan"), "mismatch_kl": True}, "not learning yet"),
+        ({"reward": None, "loss": [1e200, -1e200] * 6}, "not learning yet"),  # squares overflow
+        ({"truncated": 10**400}, "learning"),  # no float is as large
+        ({"mismatch_kl": 0.1, "off_policy_kl__1": 0.1, "effective_sample_size": 0.5}, "learning"),
+        ({"dropped__stale": 4, "trainer_wait_s": 1.5, "step_s": 2.0}, "learning"),  # on the bounds
     ],
 )
 def test_the_name_of_the_verdict(columns, name):
     assert verdict(steps(**columns), {"groups_per_step": 8}).name == name
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        ({"dropped__stale": 4.2}, "stale"),  # 0.525 per trained group; 0.4725 in eleven steps
+        ({"alarm": "mismatch_kl has risen to 1, 3.00 times"}, "mismatched"),
+    ],
+)
+def test_the_evaluation_of_the_final_weights_hides_no_fault(columns, name):
+    """Its line has no metrics of a step."""
+    found = [*steps(10, **columns), {"step": 10, "evaluation": 0.9, "evaluation_failed": 0}]
+
+    assert verdict(found, {"groups_per_step": 8}).name == name
 
 
 def test_the_reason_has_the_numbers():
@@ -85,7 +103,7 @@ def test_a_trend_needs_steps(count):
     found = verdict(steps(count), {})
 
     assert found.name == "not learning yet"
-    assert found.reason == f"there are {count} steps with a reward; a trend needs 6."
+    assert found.reason == f"steps with a reward: {count}; a trend needs 6."
 
 
 def test_only_the_last_steps_decide_whether_there_is_a_fault():

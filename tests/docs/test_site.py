@@ -110,7 +110,6 @@ ANSWERS = {
     "dataset": "recipes/",
     "logprob mismatch": "knobs/",
     "getting started": "quickstart/",
-    "save model": "fine-tuning/",
     "pass@k": "evaluation/",
     "nan loss": "troubleshooting/",
 }

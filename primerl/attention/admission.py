@@ -43,16 +43,16 @@ _ACROSS_DOCUMENTS = {
     **dict.fromkeys(INDEXED_LAYERS, "whose indexer would choose keys of other packed documents"),
 }
 _UNKNOWN = "which are unknown, and may let packed documents see each other"
-# Classes of mixers and of attention that ``attention.mixers`` and ``attention.masked`` run document
-# by document.
+# Classes of mixers that ``attention.mixers`` runs document by document.
 MIXERS = frozenset({
-    "BambaMixer", "DeepseekV4Attention", "FalconH1Mixer", "GraniteMoeHybridMambaLayer",
-    "JambaMambaMixer", "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv",
-    "MiniMaxLightningAttention", "MiniMaxM3VLAttention", "NemotronHMamba2Mixer",
-    "OlmoHybridGatedDeltaNet",
-    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet",
-    "RecurrentGemmaRecurrentBlock",
+    "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "JambaMambaMixer",
+    "KimiLinearDeltaAttention", "Lfm2MoeShortConv", "Lfm2ShortConv", "MiniMaxLightningAttention",
+    "NemotronHMamba2Mixer", "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "RecurrentGemmaRecurrentBlock",
 })  # fmt: skip
+# Classes of attention that ``attention.masked`` runs document by document, whatever their layers'
+# kinds: those without a choice of keys have the same code.
+KEY_CHOOSING_ATTENTION = frozenset({"DeepseekV4Attention", "MiniMaxM3VLAttention"})
 
 
 def require_positions(model: nn.Module) -> None:
@@ -106,7 +106,7 @@ def _leak_reason(model: nn.Module) -> str | None:
             f"{', '.join(alike)} layers, {reason}" for reason, alike in by_reason.items()
         )
     mixers = [mixer for _, mixer in named_mixers(model)]
-    if getattr(model, "_is_stateful", False) and not mixers:
+    if has_unnamed_state(model):
         return "has recurrent layers, which carry state from one packed document into the next"
     within = {id(part) for mixer in mixers for part in mixer.modules()}
     parts = (part for part in _layer_modules(model) if id(part) not in within)
@@ -142,6 +142,15 @@ def unpackable_layers(model: nn.Module) -> list[str]:
     return sorted(layer_kinds(model) - known)
 
 
+def has_unnamed_state(model: nn.Module) -> bool:
+    """Whether a model has recurrent layers, of which neither mixers nor kinds of layers are known.
+
+    transformers marks whole families as stateful, even if a configuration has attention only.
+    """
+    stateful = getattr(model, "_is_stateful", False)
+    return bool(stateful) and not layer_kinds(model) and not named_mixers(model)
+
+
 def layer_kinds(model: Any) -> set[str]:
     """Return the types of a model's layers that its configuration names."""
     text = model.config.get_text_config(decoder=True)
@@ -150,14 +159,15 @@ def layer_kinds(model: Any) -> set[str]:
 
 
 def named_mixers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a model's mixers that carry state along a document, with their names."""
+    """Return a model's mixers, which carry state or may choose keys, with their names."""
+    known = MIXERS | KEY_CHOOSING_ATTENTION
     named = model.named_modules()
-    return [(name, module) for name, module in named if type(module).__name__ in MIXERS]
+    return [(name, module) for name, module in named if type(module).__name__ in known]
 
 
 def chooses_keys(model: nn.Module) -> bool:
-    """Whether the model has layers that choose or compress keys (``attention.masked``)."""
-    return not KEY_CHOOSING_LAYERS.isdisjoint(layer_kinds(model))
+    """Whether the model has attention that can choose or compress keys (``attention.masked``)."""
+    return any(type(module).__name__ in KEY_CHOOSING_ATTENTION for module in model.modules())
 
 
 def is_sparse(model: nn.Module) -> bool:

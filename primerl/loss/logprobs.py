@@ -93,9 +93,9 @@ def model_logprobs(
 
     Raises:
         ValueError: the pack does not begin with position 0, a document shares more tokens than
-            the document before it has, the model's attention is not supported (sinks, windows
-            shorter than a document, unknown sparse attention, linear attention, or flash attention
-            where documents share tokens), it has an adapter of prompt or prefix tuning, or
+            the document before it has, the model's layers would let documents see each other,
+            its attention has dropout beside sinks or capped scores, or does not support shared
+            tokens (flash attention), it has an adapter of prompt or prefix tuning, or
             ``linear_logprobs`` would refuse an argument.
     """
     head = _LogprobHead(labels, temperature, rows, with_entropy=False)

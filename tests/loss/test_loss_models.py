@@ -9,6 +9,7 @@ from tensor_sizes import Sizes
 from primerl import loss, testing
 from primerl._common.forward_passes import recomputation_method
 from primerl.loss import linear_head, logprobs
+from primerl.testing.families import tiny_family
 
 LENGTHS = [5, 1, 9, 5, 12]
 
@@ -341,6 +342,25 @@ def test_a_pack_must_begin_with_a_document():
 def test_windows_sinks_and_capped_scores_are_those_of_each_document_alone(family, settings):
     model = testing.tiny_model(family, **settings)
     documents, token_ids, position_ids, labels = packed([3, 7, 6])
+    expected = alone(model, documents, labels, 1.0)
+
+    ours = loss.model_logprobs(model, token_ids, position_ids, labels)
+
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("granitemoehybrid", "full_attention"),  # Granite 4.0 Micro
+        ("qwen3_next", "full_attention"),
+        ("minimax_m3_vl_text", "full_attention"),
+        ("deepseek_v4", "sliding_attention"),
+    ],
+)
+def test_families_may_have_only_layers_of_plain_attention(family, kind):
+    model = tiny_family(family, layer_types=[kind] * 2, num_hidden_layers=2)
+    documents, token_ids, position_ids, labels = packed([1, 12, 6])
     expected = alone(model, documents, labels, 1.0)
 
     ours = loss.model_logprobs(model, token_ids, position_ids, labels)

@@ -186,3 +186,15 @@ def test_inverse_softplus(value):
 def test_no_time_step_is_limited_by_zero_and_infinity():
     assert recurrent_states.inverse_softplus(0.0) == -math.inf
     assert recurrent_states.inverse_softplus(math.inf) == math.inf
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
+def test_a_hybrid_family_with_attention_alone_is_served(family):
+    model = tiny_family(family, layer_types=["full_attention"] * 2).eval()
+    with rollout.TransformersEngine(model) as engine:
+        (completion,) = asyncio.run(
+            generate_all(engine, [([5, 6, 7], SamplingParams(max_tokens=3))])
+        )
+    ids = torch.tensor([5, 6, 7, *completion.token_ids.tolist()])
+    expected = loss.model_logprobs(model, ids, torch.arange(6), ids.roll(-1))
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected[2:5].detach())

@@ -4,7 +4,12 @@ from typing import Any
 
 from torch import nn
 
-from primerl.attention.admission import STATEFUL_LAYERS, layer_kinds, named_mixers
+from primerl.attention.admission import (
+    STATEFUL_LAYERS,
+    has_unnamed_state,
+    layer_kinds,
+    named_mixers,
+)
 from primerl.rollout.engines.transformers.recurrent_states import unserved_mixer
 
 # Kinds of layers that the engine serves; transformers 5.17 has another name for the last.
@@ -45,7 +50,7 @@ def _reason(model: nn.Module, config: Any) -> str | None:
     served = SERVED_LAYERS | STATEFUL_LAYERS if mixers else SERVED_LAYERS
     if unknown := sorted(layer_kinds(model) - served):
         return f"has {', '.join(unknown)} layers, which this engine does not support"
-    if getattr(model, "_is_stateful", False) and not mixers:
+    if has_unnamed_state(model):
         return "has recurrent layers of a kind that this engine does not support"
     if config.is_encoder_decoder:
         return "is an encoder with a decoder, which this engine does not support"

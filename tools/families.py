@@ -46,7 +46,10 @@ Tests trace how each model's forward pass uses its weights, and find the same ro
 REFUSED = """{families} families are refused, of which {decoders} are decoders; the others have an
 encoder, or attend to later tokens. Mamba, Mamba 2 and Falcon Mamba are refused although the same
 layers are supported in hybrid models: their models do not pass on to the layers where documents
-begin. Zamba has a block that several layers share, which cannot be sharded."""
+begin. Zamba has a block that several layers share, which cannot be sharded. Reformer and Doge have
+attention of their own kind, with hashed keys and with masks computed from values. `dbrx`,
+`musicgen`, `musicgen_melody` and Gemma 4's assistants, which are draft models, could not be
+checked: `transformers` can't create a small model of them from a configuration alone."""
 PAGE = """# Families of models
 
 This page says which model families `primerl` trains correctly on packed documents and on several

@@ -1,8 +1,8 @@
 """Attention of all spans of a pack by kernels for GPUs, behind one operator.
 
-Which kernel computes a pack depends on its lengths, so the operator chooses when it runs: a
-compiled model has one graph for all of them. The lengths are read from the layout's plan, which is
-in host memory, so nothing waits for the device. On a CPU, the operator computes the same by
+The choice of a kernel depends on the lengths in a pack, so the operator chooses when it runs, and a
+compiled model has one graph for all lengths. They are read from the layout's plan, which is in host
+memory, so nothing waits for the device. On a CPU, the operator computes the same by
 ``span_kernels``, for tests.
 """
 
@@ -154,9 +154,9 @@ def _unusable() -> dict[str, str]:
 def _cudnn_refusal() -> str | None:
     if torch.are_deterministic_algorithms_enabled():
         return "cuDNN's gradient is not deterministic"
-    if not torch.backends.cuda.cudnn_sdp_enabled():
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return "torch.backends.cuda.enable_cudnn_sdp(False) was called"
-    version = torch.backends.cudnn.version()
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if version is None or version < OLDEST_CUDNN:
         return f"cuDNN is {version}, expected at least {OLDEST_CUDNN}"
     return None
@@ -311,14 +311,16 @@ class DenseRun(NamedTuple):
             x = stacked.index_copy_(0, self.places, x.index_select(0, self.rows))
         return x.view(self.size, self.length, *x.shape[1:]).transpose(1, 2)
 
-    def unstack(self, found: Tensor, rows: Tensor | None) -> Tensor:
-        """Write ``[documents, heads, length, ...]`` into the rows of a pack, and return them."""
+    def unstack(self, found: Tensor) -> Tensor:
+        """Return ``[t, heads, ...]`` of ``[documents, heads, length, ...]``, without padding."""
         flat = found.transpose(1, 2).flatten(0, 1)
-        if rows is None:
-            return flat
-        if self.rows is None or self.places is None:
-            return rows.copy_(flat)
-        return rows.index_copy_(0, self.rows, flat.index_select(0, self.places).to(rows.dtype))
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+    def store(self, found: list[Tensor], rows: list[Tensor]) -> None:
+        """Write each ``[documents, heads, length, ...]`` into the rows of a pack."""
+        assert self.rows is not None
+        for one, into in zip(found, rows, strict=True):
+            into.index_copy_(0, self.rows, self.unstack(one).to(into.dtype))
 
 
 @once_per_tensor  # all layers have the same plan
@@ -349,40 +351,55 @@ _statistics_dimensions = [4]
 
 
 def _cudnn_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
-    runs = dense_runs(x.plan, x.q.device)
-    whole = runs[0].rows is None
+    first, *others = dense_runs(x.plan, x.q.device)
+    found = _dense_forward(first, x)
+    if first.rows is None:
+        attended, sums = (first.unstack(one) for one in found)
+        return attended, sums.T
     out, logsumexp = _empty_outputs(x.q, x.v)
-    rows = [None, None] if whole else [out, logsumexp.T]
-    for run in runs:
-        inputs = [run.stack(one) for one in (x.q, x.k, x.v)]
-        found = _CUDNN(*inputs, None, True, 0.0, True, False, scale=x.scaling)
-        _statistics_dimensions[0] = found[1].dim()
-        statistics = found[1].view(inputs[0].shape[:3])
-        rows = [run.unstack(*pair) for pair in zip((found[0], statistics), rows, strict=True)]
-    return rows[0], rows[1].T
+    first.store(found, [out, logsumexp.T])
+    for run in others:
+        run.store(_dense_forward(run, x), [out, logsumexp.T])
+    return out, logsumexp
 
 
 def _cudnn_backward(
     x: SpanInputs, gradient: Tensor, out: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, ...]:
-    runs = dense_runs(x.plan, x.q.device)
-    whole = runs[0].rows is None
-    gradients = [None if whole else torch.empty_like(one) for one in (x.q, x.k, x.v)]
+    first, *others = dense_runs(x.plan, x.q.device)
+    arriving = [gradient, out, logsumexp.T.unsqueeze(-1)]
+    found = _dense_backward(first, x, arriving)
+    if first.rows is None:
+        return tuple(first.unstack(one) for one in found)
+    gradients = [torch.empty_like(one) for one in (x.q, x.k, x.v)]
+    first.store(found, gradients)
+    for run in others:
+        run.store(_dense_backward(run, x, arriving), gradients)
+    return tuple(gradients)
+
+
+def _dense_forward(run: DenseRun, x: SpanInputs) -> list[Tensor]:
+    """Return outputs and statistics, ``[documents, heads, length, ...]``."""
+    inputs = [run.stack(one) for one in (x.q, x.k, x.v)]
+    found = _CUDNN(*inputs, None, True, 0.0, True, False, scale=x.scaling)
+    _statistics_dimensions[0] = found[1].dim()
+    return [found[0], found[1].view(inputs[0].shape[:3])]
+
+
+def _dense_backward(run: DenseRun, x: SpanInputs, arriving: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of queries, keys and values, ``[documents, heads, length, d]``."""
+    inputs = [run.stack(one) for one in (x.q, x.k, x.v)]
+    gradient, out, sums = (run.stack(one) for one in arriving)
+    statistics = sums.contiguous()
+    if _statistics_dimensions[0] == 3:
+        statistics = statistics.squeeze(-1)
     unused = torch.zeros((), dtype=torch.int64, device=x.q.device)  # there is no dropout
-    sums = logsumexp.T.contiguous()
-    for run in runs:
-        upstream, *inputs, attended = (run.stack(one) for one in (gradient, x.q, x.k, x.v, out))
-        statistics = run.stack(sums.unsqueeze(-1)).contiguous()
-        if _statistics_dimensions[0] == 3:
-            statistics = statistics.squeeze(-1)
-        found = _CUDNN_GRADIENT(
-            *(upstream, *inputs, attended, statistics, unused, unused, None, None, None),
-            *(run.length, run.length, 0.0, True),
-            scale=x.scaling,
-        )
-        pairs = zip(found, gradients, strict=True)
-        gradients = [run.unstack(one, rows) for one, rows in pairs]
-    return tuple(one for one in gradients if one is not None)
+    found = _CUDNN_GRADIENT(
+        *(gradient, *inputs, out, statistics, unused, unused, None, None, None),
+        *(run.length, run.length, 0.0, True),
+        scale=x.scaling,
+    )
+    return list(found)
 
 
 def _spans_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ CALL_SCORES = 2048**2
 
 @attrs.frozen(kw_only=True)
 class AttentionKernel:
-    """What one kernel can compute."""
+    """A kernel of attention, with all that it can compute."""
 
     name: KernelName
     source: str
@@ -100,7 +100,7 @@ END_TO_END = frozenset(one.name for one in KERNELS if one.largest_heads is not N
 
 @attrs.frozen(kw_only=True)
 class AttentionProblem:
-    """What a kernel must compute, and where."""
+    """A call of attention: its device, dtype and sizes, and the features that it needs."""
 
     device: str
     """The type of the device, such as ``"cuda"``."""
@@ -157,16 +157,15 @@ def choose(
             f"attention has {special} and dropout, which no kernel computes together; set the "
             "model's attention_dropout to 0"
         )
-    refused_ones = []
+    better: list[str] = []
     for kernel in KERNELS if problem.device != "cpu" else KERNELS[::-1]:
         refused = unusable.get(kernel.name) or refusal(kernel, problem)
         if refused is None and kernel.name == "cudnn" and problem.groups is not None:
             slower = not dense_is_faster(problem.groups)
             refused = "one call for all spans is faster" if slower else None
         if refused is None:
-            others = "".join(f"; not {name}: {why}" for name, why in refused_ones)
-            return kernel.name, kernel.merit + others
-        refused_ones.append((kernel.name, refused))
+            return kernel.name, "; ".join([kernel.merit, *better])
+        better.append(f"not {kernel.name}: {refused}")
     raise AssertionError(f"no kernel computes {problem}")
 
 
@@ -196,7 +195,7 @@ def _device_refusal(
 ) -> str | None:
     if problem.device == "cpu":
         return "the device is a CPU"
-    major = problem.capability[0] if problem.capability else None
+    major = problem.capability[0] if problem.capability else 0
     if major not in largest_heads:
         needed = ", ".join(f"{one}.x" for one in largest_heads)
         return f"{kernel.source} needs an NVIDIA GPU of compute capability {needed}"

@@ -34,6 +34,7 @@ import torch._dynamo
 import transformers
 
 from primerl import flops, loss, packing, parallel
+from primerl.attention import choose_kernel, find_documents, lay_out
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 GPU = torch.cuda.is_available()
@@ -142,6 +143,16 @@ def theirs(config, tokens):
     return tokens * (6 * flops.parameters(config).active + 12 * per_pair * tokens)
 
 
+def attention_of(config, b):
+    """The kernel of attention for a batch, and the reason."""
+    rows = len(b.token_ids)
+    query, value = (
+        torch.empty(rows, heads, config.head_dim, dtype=DTYPE, device=DEVICE)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    return choose_kernel(query, value, layout=lay_out(find_documents(b.position_ids.cpu())))
+
+
 @pytest.mark.benchmark(group="train step", warmup=False)
 @pytest.mark.parametrize(
     ("shape", "lengths"), TOY + (REAL if GPU else []), ids=lambda x: str(x).replace(" ", "")
@@ -166,6 +177,7 @@ def test_model_flop_utilisation(benchmark, shape, lengths):
         "peak_tflops": per_second / 1e12,
         "peak": source,
         "recompute": how,
+        "attention": attention_of(model.config, b),
         "compiled": COMPILE,
         "gib": torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
     }

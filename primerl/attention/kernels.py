@@ -1,22 +1,21 @@
 """Causal attention within documents, or parts of documents, whose rows lie end to end.
 
-No mask over all rows is ever built. On a GPU, a variable-length kernel computes all spans. On other
-devices, and where that kernel does not fit, ``span_kernels`` does.
+No mask over all rows is ever built. On a GPU, the kernels of ``end_to_end`` compute all spans. On
+other devices, and where none of these kernels fits, ``span_kernels`` does. ``kernel_table`` says
+which kernel is taken.
 """
 
-import functools
-import inspect
-import logging
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
 from primerl.attention.documents import Layout, Span, lay_out, once_per_tensor
+from primerl.attention.end_to_end import attend_end_to_end, choose_for, choose_kernel, log_choice
+from primerl.attention.kernel_table import END_TO_END, KernelName
 from primerl.attention.span_kernels import (
     EqualSpans,
     attend_by_span,
@@ -25,10 +24,7 @@ from primerl.attention.span_kernels import (
     stacked,
 )
 
-KernelName = Literal["varlen", "spans", "sdpa"]
-_VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
-
-log = logging.getLogger(__name__)
+__all__ = ["attend", "choose_kernel"]
 
 
 def attend(
@@ -43,6 +39,7 @@ def attend(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
+    kernel: KernelName | None = None,
 ) -> Float[Tensor, "t heads dv"]:
     """Compute causal attention of each span's queries to its keys.
 
@@ -50,7 +47,7 @@ def attend(
         y_i = sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij))    over the keys j that i sees
 
     ``choose_kernel`` says which kernel computes it. ``torch.compile`` traces this function once for
-    all layouts. With ``"sdpa"``, or with chunks and ``"varlen"``, the function breaks the graph.
+    all layouts. With ``"sdpa"``, or with chunks on a GPU, the function breaks the graph.
 
     Args:
         query: the queries of all spans, end to end.
@@ -63,76 +60,63 @@ def attend(
         chunk: the length of chunks of a document; a query sees only the keys of its chunk.
         softcap: the bound of scores.
         sinks: a score for each head that counts in the softmax, but has no value.
+        kernel: the only kernel that may be used; by default, the environment variable
+            ``PRIMERL_ATTENTION``, if it is set, or the best.
 
     Raises:
-        ValueError: dropout is combined with a soft cap or sinks.
+        ValueError: dropout is combined with a soft cap or sinks, or the kernel can't compute this.
     """
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    name, reason = choose_kernel(
-        query, value, dropout=dropout, softcap=softcap, sinks=sinks is not None
+    name = _kernel_for(
+        *(query.device, query.dtype, query.shape[-1], value.shape[-1]),
+        *(bool(softcap), sinks is not None, bool(dropout), kernel),
     )
-    if not torch.compiler.is_compiling():
-        _log_choice(name, reason, query.device.type)
     width = value.shape[-1]
-    if name == "varlen":
+    if name in END_TO_END:
         if chunk and chunk < layout.max_keys:
             layout = _chunked(layout.plan, layout.spans, chunk, query.device)
-        return _attend_end_to_end(query, key, value, layout, scaling, window=window)
+        ends = (layout.plan, layout.query_ends, layout.key_ends, layout.gathered)
+        options = (scaling, window or 0, softcap or 0.0, kernel or "")
+        found: Tensor = attend_end_to_end(query, key, value, sinks, *ends, *options)[0]
+        return found
     if name == "sdpa":
         limits = {"window": window or 0, "chunk": chunk or 0}
         by_length: Tensor = _attend_by_length(query, key, value, layout, scaling, dropout, **limits)
         return by_length
     q, k, v = _equally_wide(query, key, value)
-    options = (scaling, window or 0, chunk or 0, softcap or 0.0)
-    attended: Tensor = attend_by_span(q, k, v, sinks, layout.plan, *options)[0]
+    by_span = (scaling, window or 0, chunk or 0, softcap or 0.0)
+    attended: Tensor = attend_by_span(q, k, v, sinks, layout.plan, *by_span)[0]
     return attended[..., :width]
 
 
-def choose_kernel(
-    query: Tensor,
-    value: Tensor,
-    *,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    sinks: bool = False,
-) -> tuple[KernelName, str]:
-    """Choose the kernel of ``attend`` by device, dtype and what a model's attention computes.
-
-    Returns:
-        ``"varlen"`` (``torch.nn.attention.varlen``), ``"spans"`` (operators of torch, span by span)
-        or ``"sdpa"`` (``scaled_dot_product_attention``, span by span), and the reason.
-
-    Raises:
-        ValueError: dropout is combined with a soft cap or sinks.
-    """
-    special = "capped scores" if softcap else "sinks" if sinks else ""
-    if dropout:
-        if special:
-            raise ValueError(
-                f"attention has {special} and dropout={dropout}, which no kernel computes together;"
-                " set the model's attention_dropout to 0"
-            )
-        return "sdpa", "only scaled_dot_product_attention has dropout"
-    if query.device.type == "cpu":
-        return "spans", "the device is a CPU"
-    if special:
-        return "spans", f"torch.nn.attention.varlen has no {special}"
-    widths = (query.shape[-1], value.shape[-1])
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        return "sdpa", f"torch.nn.attention.varlen does not compute {query.dtype}"
-    if max(widths) > 256 or any(width % 8 for width in widths):
-        return "sdpa", f"torch.nn.attention.varlen does not compute heads of {widths} numbers"
-    if not query.is_cuda or torch.cuda.get_device_capability(query.device) < (8, 0):
-        return "sdpa", "torch.nn.attention.varlen needs a GPU of compute capability 8.0"
-    return "varlen", "it computes all spans in one call"
-
-
-@functools.cache
-def _log_choice(name: str, reason: str, device: str) -> None:
-    log.info("attention on %s: kernel %s, because %s", device, name, reason)
+# A compiler takes the result for a constant, and does not trace what finds it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernel_for(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    value_width: int,
+    softcap: bool,
+    sinks: bool,
+    dropout: bool,
+    kernel: KernelName | None,
+) -> KernelName:
+    """Choose a kernel before the lengths are known; ``end_to_end`` chooses again with them."""
+    name, reason = choose_for(
+        device,
+        dtype,
+        (width, value_width),
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+        kernel=kernel,
+    )
+    if name not in END_TO_END:
+        log_choice(name, reason, device.type)
+    return name
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:
@@ -212,39 +196,3 @@ def _slice(
             kept.append((begin + low, begin + high))
         first, last = first - (end - begin), last - (end - begin)
     return tuple(kept)
-
-
-def _attend_end_to_end(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    scaling: float,
-    *,
-    window: int | None = None,
-) -> Tensor:
-    kernel: Any = varlen_attn
-    options: dict[str, Any] = {"scale": scaling}
-    if "window_size" in _VARLEN_ARGUMENTS:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is not None and window < layout.max_keys:  # torch 2.11
-        by_length: Tensor = _attend_by_length(
-            query, key, value, layout, scaling, 0.0, window=window
-        )
-        return by_length
-    else:
-        options["is_causal"] = True
-    if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in _VARLEN_ARGUMENTS:  # not in torch 2.11
-            options["enable_gqa"] = True
-        else:
-            copies = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    q, k, v = _equally_wide(query, key, value)
-    if layout.gathered is not None:
-        k, v = (x[layout.gathered] for x in (k, v))
-    attended: Tensor = kernel(
-        *(q, k, v, layout.query_ends, layout.key_ends, layout.max_queries, layout.max_keys),
-        **options,
-    )
-    return attended[..., : value.shape[-1]]

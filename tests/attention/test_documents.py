@@ -1,10 +1,5 @@
 """The kernels behind packed and context-parallel attention, against a masked softmax."""
 
-import inspect
-import itertools
-from unittest import mock
-
-import numpy as np
 import pytest
 import torch
 from drawn_spans import parts_of_documents
@@ -14,7 +9,6 @@ from hypothesis import strategies as st
 from primerl import loss, testing
 from primerl.attention import (
     Document,
-    Span,
     attend,
     find_documents,
     kernels,
@@ -134,87 +128,6 @@ def test_where_dropout_is_computed_too_spans_attend_as_under_a_mask(case):
     ours = kernels._attend_by_length(q, k, v, lay_out(some), 8**-0.5, 0.0)
 
     torch.testing.assert_close(ours, by_mask(q, k, v, some))
-
-
-CALLS = []
-
-
-def kernel_of_torch_2_13(
-    query, key, value, query_ends, key_ends, longest, longest_keys, *, scale=None,
-    window_size=(-1, -1), enable_gqa=False,
-):  # fmt: skip
-    """What ``varlen_attn`` computes, on a CPU."""
-    assert window_size == (-1, 0)
-    assert query.shape[2] == key.shape[2] == value.shape[2]
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    assert query_ends.dtype == key_ends.dtype == torch.int32
-    ends, ends_k = query_ends.tolist(), key_ends.tolist()
-    assert longest == max(np.diff(ends))
-    assert longest_keys == max(np.diff(ends_k))
-    CALLS.append(key.data_ptr())
-    queries, keys = itertools.pairwise(ends), itertools.pairwise(ends_k)
-    some = [Span(*own, (seen,)) for own, seen in zip(queries, keys, strict=True)]
-    return by_mask(query, key, value, some, scaling=scale)
-
-
-def kernel_of_torch_2_11(
-    query, key, value, query_ends, key_ends, longest, longest_keys, is_causal=False, scale=None
-):
-    assert is_causal
-    return kernel_of_torch_2_13(
-        query, key, value, query_ends, key_ends, longest, longest_keys, scale=scale,
-        window_size=(-1, 0),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("kernel", [kernel_of_torch_2_13, kernel_of_torch_2_11])
-@given(
-    case=PARTS,
-    value_width=st.sampled_from([4, 8, 12]),
-)
-def test_the_kernel_of_gpus_gets_what_it_needs(kernel, case, value_width):
-    some, keys = case
-    q, k, v = tensors(some[-1].end, keys, value_width=value_width)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "varlen_attn", kernel)
-        patch.setattr(kernels, "_VARLEN_ARGUMENTS", inspect.signature(kernel).parameters)
-        ours = kernels._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
-
-    torch.testing.assert_close(ours, by_mask(q, k, v, some))
-
-
-def test_documents_end_to_end_are_one_call_without_a_copy(monkeypatch):
-    monkeypatch.setattr(kernels, "varlen_attn", kernel_of_torch_2_13)
-    monkeypatch.setattr(kernels, "_VARLEN_ARGUMENTS", {"window_size", "enable_gqa"})
-    some = (Document(0, 5), Document(5, 6), Document(6, 9))
-    q, k, v = tensors(9, 9)
-    CALLS.clear()
-
-    kernels._attend_end_to_end(q, k, v, lay_out(some), 8**-0.5)
-
-    assert CALLS == [k.data_ptr()]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (192, 128), (128, 128)])
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_gpu_computes_what_a_cpu_does(dtype, width, value_width, shared, monkeypatch):
-    by_kernel = mock.Mock(wraps=kernels._attend_end_to_end)
-    monkeypatch.setattr(kernels, "_attend_end_to_end", by_kernel)
-    last = Document(300, 420, ((0, 150),)) if shared else Document(300, 420)
-    some = (Document(0, 299), Document(299, 300), last)
-    exact = tensors(420, 420, width=width, value_width=value_width)
-    rounded = [x.detach().to("cuda", dtype).requires_grad_() for x in exact]
-
-    expected, ours = attend(*exact, lay_out(some)), attend(*rounded, lay_out(some, "cuda"))
-    expected.sum().backward()
-    ours.sum().backward()
-
-    assert by_kernel.called
-    torch.testing.assert_close(ours.cpu().double(), expected, atol=2e-2, rtol=2e-2)
-    for mine, other in zip(rounded, exact, strict=True):
-        torch.testing.assert_close(mine.grad.cpu().double(), other.grad, atol=5e-2, rtol=5e-2)
 
 
 def test_a_model_that_attends_to_later_tokens_is_refused():

@@ -1,18 +1,15 @@
 """Windows, chunks, capped scores and sinks, against a masked softmax in float64."""
 
-import itertools
-
 import pytest
 import torch
 from drawn_spans import parts_of_documents
 from hypothesis import given
 from hypothesis import strategies as st
+from masked_attention import by_mask
 
 from primerl.attention import (
     Document,
-    Span,
     attend,
-    choose_kernel,
     kernels,
     lay_out,
     packed,
@@ -34,30 +31,6 @@ def tensors(rows, keys, *, heads=4, kv_heads=2, width=8, value_width=8, dtype=to
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
         for shape in shapes
     ]
-
-
-def by_mask(query, key, value, sinks, some, *, window=None, chunk=None, softcap=None, scaling):
-    """The definition: all scores, capped, masked and with a column of sinks."""
-    mask = torch.zeros(len(query), len(key), dtype=torch.bool)
-    for one in some:
-        keys = [row for begin, end in one.keys for row in range(begin, end)]
-        for row in range(one.begin, one.end):
-            position = len(keys) - (one.end - row)
-            for number, other in enumerate(keys[: position + 1]):
-                near = window is None or position - number < window
-                same = chunk is None or position // chunk == number // chunk
-                mask[row, other] = near and same
-    copies = query.shape[1] // key.shape[1]
-    k, v = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    scores = torch.einsum("ihd,jhd->hij", query, k) * scaling
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.view(-1, 1, 1).expand(-1, len(query), 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(-1)[..., : len(key)]
-    return torch.einsum("hij,jhd->ihd", weights, v)
 
 
 LIMITS = st.fixed_dictionaries(
@@ -111,33 +84,6 @@ def test_where_dropout_is_computed_too_spans_attend_as_under_a_mask(case, window
     torch.testing.assert_close(ours, expected)
 
 
-@given(
-    case=PARTS,
-    window=st.sampled_from([None, 1, 3]),
-    chunk=st.sampled_from([3]),
-)
-def test_the_kernel_of_gpus_gets_windows_and_chunks(case, window, chunk):
-    some, keys = case
-    q, k, v, _ = tensors(some[-1].end, keys)
-
-    def kernel(query, key, value, query_ends, key_ends, longest, longest_keys, **options):
-        left, right = options["window_size"]
-        assert right == 0
-        own, seen = (itertools.pairwise(ends.tolist()) for ends in (query_ends, key_ends))
-        parts = [Span(*rows, (of_keys,)) for rows, of_keys in zip(own, seen, strict=True)]
-        reach = None if left == -1 else left + 1  # it sees as many keys before its own
-        return by_mask(query, key, value, None, parts, scaling=options["scale"], window=reach)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "varlen_attn", kernel)
-        patch.setattr(kernels, "_VARLEN_ARGUMENTS", {"window_size", "enable_gqa"})
-        patch.setattr(kernels, "choose_kernel", lambda *_, **__: ("varlen", "tests ask for it"))
-        ours = attend(q, k, v, lay_out(some), scaling=0.9, window=window, chunk=chunk)
-
-    expected = by_mask(q, k, v, None, some, scaling=0.9, window=window, chunk=chunk)
-    torch.testing.assert_close(ours, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_long_documents_in_few_bits(dtype, softcap):
@@ -178,20 +124,6 @@ def test_a_compiler_can_trace_the_operator(softcap):
     torch.library.opcheck(
         torch.ops.primerl.attend.default, (q, k, v, sinks, plan, 0.9, 3, 0, softcap)
     )
-
-
-def test_the_choice_of_a_kernel_has_a_reason():
-    x = torch.zeros(2, 4, 64)
-    assert choose_kernel(x, x) == ("spans", "the device is a CPU")
-    assert choose_kernel(x, x, dropout=0.1)[0] == "sdpa"
-    elsewhere = torch.zeros(2, 4, 64, device="meta", dtype=torch.bfloat16)
-    assert choose_kernel(elsewhere, elsewhere, sinks=True) == (
-        "spans",
-        "torch.nn.attention.varlen has no sinks",
-    )
-    assert choose_kernel(elsewhere.float(), elsewhere)[1].endswith("compute torch.float32")
-    with pytest.raises(ValueError, match=r"capped scores and dropout=0\.1"):
-        choose_kernel(x, x, dropout=0.1, softcap=50.0)
 
 
 def test_a_window_that_only_the_arguments_name_is_refused():

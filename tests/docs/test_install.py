@@ -22,7 +22,7 @@ NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 SOURCES = [path for folder in ("primerl", "recipes") for path in (ROOT / folder).rglob("*.py")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-ON_A_GPU = ("vllm", "flashinfer")  # extras whose packages are built for CUDA
+ON_A_GPU = ("vllm", "flashinfer", "flash")  # extras whose packages are built for CUDA
 
 
 def lines_that_install():

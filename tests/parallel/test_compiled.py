@@ -20,4 +20,4 @@ def test_few_compilations_serve_every_pack_and_compute_what_eager_models_do():
     )
 
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "12 passed" in run.stdout
+    assert "13 passed" in run.stdout

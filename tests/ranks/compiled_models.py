@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 
 from primerl import fp8, loss, parallel, testing
+from primerl.attention import kernels
 
 # While it traces, torch warns itself of what it does.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -66,6 +67,14 @@ def train(model, ids, positions):
     return [*found, *(x.grad for x in model.parameters() if x.grad is not None)]
 
 
+CHOSEN = []
+
+
+def always(*_):
+    CHOSEN.append("varlen")
+    return "varlen"
+
+
 def family_model(family, how=None, **config):
     torch.manual_seed(0)
     model = testing.tiny_model(family, **config).train()
@@ -84,6 +93,23 @@ def test_two_compilations_serve_fifty_packs(whole):
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
     assert 1 <= backend.graphs <= 2
+
+
+def test_three_compilations_serve_every_pack_with_the_operator_of_gpus(monkeypatch):
+    """Its kernels are chosen when it runs, so lengths are no reason to compile again."""
+    eager, backend = family_model("qwen3"), Backend("aot_eager")
+    model = compiled(family_model("qwen3"), "layers", backend)
+
+    for ids, positions in random_packs(20):
+        expected = train(eager, ids, positions)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_kernel_for", torch.compiler.assume_constant_result(always))
+            found = train(model, ids, positions)
+        for ours, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
+
+    assert backend.graphs <= 3  # packs with shared tokens have one of their own
+    assert CHOSEN
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primerl import loss
-from primerl.loss import linear_head
+from primerl.loss import linear_head_tiles
 
 F64 = {"dtype": torch.float64}
 
@@ -16,7 +16,7 @@ F64 = {"dtype": torch.float64}
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Blocks of 128 columns, so that a small vocabulary spans several."""
-    monkeypatch.setattr(linear_head, "CPU_TILE", 1)
+    monkeypatch.setattr(linear_head_tiles, "CPU_TILE", 1)
 
 
 def naive(hidden, weight, labels, temperature=1.0):
@@ -92,14 +92,14 @@ def test_as_with_logits(t, v, h, chunk_tokens, dtype, temperature, share, seed):
     if isinstance(temperature, str):
         temperature = 0.5 + torch.rand([] if temperature == "0-dim" else [t], generator=generator)
     rows = None if share is None else torch.rand(t, generator=generator) < share
-    tile, linear_head.CPU_TILE = linear_head.CPU_TILE, 1
+    tile, linear_head_tiles.CPU_TILE = linear_head_tiles.CPU_TILE, 1
     try:
         ours = loss.linear_logprobs(
             hidden, weight, labels, temperature=temperature, rows=rows, chunk_tokens=chunk_tokens
         )
         of_ours = gradients(ours, (hidden, weight))
     finally:
-        linear_head.CPU_TILE = tile
+        linear_head_tiles.CPU_TILE = tile
 
     each = torch.as_tensor(temperature, dtype=dtype).expand(t)
     theirs = naive(hidden, weight, labels, each)
@@ -272,18 +272,18 @@ def test_no_more_than_a_tile_of_logits_is_materialized():
     with Sizes():
         sum(loss.linear_logprobs(hidden, weight, labels, chunk_tokens=128)).sum().backward()
 
-    assert max(sizes) <= linear_head.CPU_TILE < 512 * 9000
+    assert max(sizes) <= linear_head_tiles.CPU_TILE < 512 * 9000
 
 
 def test_at_most_chunk_tokens_rows_are_computed_at_once(small_tiles, monkeypatch):
     hidden, weight, labels = problem(50, 300, 4)
-    shapes, matmul = [], linear_head._matmul
+    shapes, matmul = [], linear_head_tiles.matmul
 
     def recorded(a, b, dtype):
         shapes.append((len(a), b.shape[1]))
         return matmul(a, b, dtype)
 
-    monkeypatch.setattr(linear_head, "_matmul", recorded)
+    monkeypatch.setattr(linear_head_tiles, "matmul", recorded)
     loss.linear_logprobs(hidden, weight, labels, chunk_tokens=16)
 
     assert sorted(set(shapes)) == [(2, 44), (2, 128), (16, 44), (16, 128)]

@@ -18,8 +18,9 @@ from primerl._common.forward_passes import has_values
 # 256 MiB of logits in float32, and half of it for their gradient in 16 bits.
 CPU_TILE, TILE = 2**21, 2**26
 # Products add into the gradients of hidden states once per block of columns, and into those of a
-# block of the weight once per chunk of rows: least often if tiles of TILE elements are square.
-CHUNK_TOKENS = 8192
+# block of the weight once per chunk of rows: least often if tiles of TILE elements are square. On a
+# CPU, 4,096 rows by 512 columns took 0.8 times as long as 8,192 by 256.
+CHUNK_TOKENS, CPU_TOKENS = 8192, 4096
 # exp(FLOOR) is 0 in every dtype, and so is FLOOR exp(FLOOR), where -inf would give NaN.
 FLOOR = -1000.0
 
@@ -94,10 +95,10 @@ def reason_against_triton(z: Tensor) -> str | None:
     """Return why Triton's kernels can't be used for a tile of logits, or None if they can."""
     if not z.is_cuda:
         return f"they run on CUDA devices, not on {z.device.type}"
-    if not has_values(z):
-        return "the tile has no values"
     if z.dtype != torch.float32:
         return f"they compute in float32, not in {z.dtype}"
+    if not has_values(z):
+        return "the tile has no values"
     return _failure_of_triton(z.device)
 
 
@@ -134,8 +135,9 @@ def as_columns(x: Tensor) -> Tensor:
 
 def tile_shape(hidden: Tensor, chunk_tokens: int) -> tuple[int, int]:
     """The numbers of rows and columns of a tile."""
-    tokens = max(1, min(chunk_tokens, len(hidden)))
-    elements = CPU_TILE if hidden.device.type == "cpu" and has_values(hidden) else TILE
+    on_cpu = hidden.device.type == "cpu" and has_values(hidden)
+    elements = CPU_TILE if on_cpu else TILE
+    tokens = max(1, min(len(hidden), chunk_tokens, CPU_TOKENS if on_cpu else chunk_tokens))
     return tokens, max(128, elements // tokens // 128 * 128)
 
 

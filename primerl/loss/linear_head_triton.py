@@ -168,9 +168,11 @@ def run_once(device: torch.device) -> None:
     """
     z, one = torch.zeros(1, 16, device=device), torch.ones(1, device=device)
     labels = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    sums = [one.clone() for _ in range(3)]
     try:
-        add_statistics(z, None, labels, 0, *sums, one.clone().view(1, 1))
+        highest, total, weighted = (torch.ones_like(one) for _ in range(3))
+        add_statistics(
+            z, None, labels, 0, highest, total, weighted, torch.ones(1, 1, device=device)
+        )
         gradient(z, None, labels, 0, one, one.view(1, 1), one, None, z.dtype)
     except TritonError as error:
         raise RuntimeError(str(error)) from error

@@ -1,8 +1,9 @@
 """Logprobs over a large vocabulary, forward and backward: time and memory, compared with logits.
 
 Each variant takes turns with its baseline in one process, and the ratio of their median times is
-reported. The increase of peak memory is measured in a separate process. The benchmark uses a GPU if
-there is one. Otherwise it uses one thread and CPU time, which other processes disturb least.
+reported, with the increase of peak memory. The benchmark uses a GPU if there is one, for the head
+of Qwen3-0.6B and for the shape that trl publishes figures for. Otherwise it uses one thread and CPU
+time, which other processes disturb least, and measures memory in a separate process.
 BENCH_TOKENS=4096 is the size of a real micro-batch, and takes half an hour on a CPU:
 
     BENCH_TOKENS=4096 python -m pytest bench/test_linear_logprobs.py -m "" --benchmark-only -s
@@ -25,22 +26,29 @@ import torch
 from primerl import loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-VOCABULARY, HIDDEN = 151_936, 1024
+VOCABULARY = 151_936
 TOKENS = int(os.environ.get("BENCH_TOKENS", 1024 if DEVICE == "cpu" else 4096))
+SHAPES = [(TOKENS, 1024)] if DEVICE == "cpu" else [(TOKENS, 1024), (8192, 4096)]
+"""Tokens and hidden size."""
 DOCUMENT = 256  # tokens per document: liger's loss requires documents of equal length
 ROUNDS = 3 if DEVICE == "cpu" else 20
 CLOCK = time.process_time if DEVICE == "cpu" else time.perf_counter
 
 
 class Inputs:
-    def __init__(self):
+    def __init__(self, tokens, size):
         torch.manual_seed(0)
         half = {"dtype": torch.bfloat16, "device": DEVICE}
-        self.hidden = torch.empty(TOKENS, HIDDEN, **half).normal_().requires_grad_()
-        self.weight = torch.empty(VOCABULARY, HIDDEN, **half).normal_(std=0.03).requires_grad_()
-        self.labels = torch.randint(0, VOCABULARY, (TOKENS,), device=DEVICE)
-        self.advantages = torch.randn(TOKENS, device=DEVICE)
-        self.rows = torch.rand(TOKENS, device=DEVICE) < 0.25
+        self.hidden = torch.empty(tokens, size, **half).normal_().requires_grad_()
+        self.weight = torch.empty(VOCABULARY, size, **half).normal_(std=0.03).requires_grad_()
+        self.labels = torch.randint(0, VOCABULARY, (tokens,), device=DEVICE)
+        self.advantages = torch.randn(tokens, device=DEVICE)
+        self.rows = torch.rand(tokens, device=DEVICE) < 0.25
+
+
+def products(x):
+    """The three products of any head: the logits, whose gradient is anything, and two gradients."""
+    return x.hidden @ x.weight.T
 
 
 def log_softmax(x, rows=slice(None)):
@@ -88,8 +96,15 @@ def liger(x):
     compiled = DEVICE == "cuda"  # on a CPU, compilation alone takes minutes
     grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, compiled=compiled, chunk_size=2)
     labels = x.labels.view(-1, DOCUMENT)
-    hidden = x.hidden.view(-1, DOCUMENT, HIDDEN)
+    hidden = x.hidden.view(-1, DOCUMENT, x.hidden.shape[1])
     return grpo(hidden, x.weight, labels, torch.ones_like(labels), x.advantages[::DOCUMENT])[0]
+
+
+def quack(x):
+    """Compute quack's cross entropy, which needs neither advantages nor logprobs."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy(x.hidden, x.weight, x.labels, reduction="sum")
 
 
 VARIANTS = [
@@ -100,14 +115,23 @@ VARIANTS = [
     (ours_of_a_quarter, with_logits_of_a_quarter),
     (liger, with_logits),
 ]
+if DEVICE == "cuda":
+    VARIANTS += [(x, products) for x in (with_logits, ours, ours_and_entropy, quack)]
+PACKAGES = {liger: ("liger_kernel", "liger-kernel"), quack: ("quack", "quack-kernels")}
+
+
+def run(variant, x):
+    """Run one forward and backward pass."""
+    x.hidden.grad = x.weight.grad = None
+    out = variant(x)
+    out.backward(out.detach() if out.ndim else None)
 
 
 def seconds(variant, x):
     """Time one forward and backward pass."""
-    x.hidden.grad = x.weight.grad = None
     synchronize()
     start = CLOCK()
-    variant(x).backward()
+    run(variant, x)
     synchronize()
     return CLOCK() - start
 
@@ -117,15 +141,16 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def extra_gibibytes(variant):
+def extra_gibibytes(variant, x):
     """Return the peak memory in GiB beyond the inputs, including gradients."""
-    x = Inputs()
+    x.hidden.grad = x.weight.grad = None
     if DEVICE == "cuda":
         before = torch.cuda.memory_allocated()
-        variant(x).backward()
+        torch.cuda.reset_peak_memory_stats()
+        run(variant, x)
         return (torch.cuda.max_memory_allocated() - before) / 2**30
     before = peak_kibibytes()
-    variant(x).backward()
+    run(variant, x)
     return (peak_kibibytes() - before) / 2**20
 
 
@@ -149,29 +174,35 @@ def measured_alone(variant):
     return float(done.stdout.split()[-1])
 
 
-@pytest.fixture(scope="module")
-def inputs():
-    return Inputs()
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def inputs(request):
+    return Inputs(*request.param)
 
 
 @pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize(("variant", "baseline"), VARIANTS, ids=lambda x: x.__name__)
 def test_forward_and_backward(benchmark, inputs, variant, baseline):
-    if variant is liger and importlib.util.find_spec("liger_kernel") is None:
-        pytest.skip("liger-kernel is not installed: pip install --no-deps liger-kernel")
-    extra = {each: measured_alone(each) for each in (variant, baseline)}
+    module, package = PACKAGES.get(variant, ("torch", "torch"))
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{package} is not installed: pip install --no-deps {package}")
     of_baseline = []
 
     def run_baseline():
         of_baseline.append(seconds(baseline, inputs))
 
     seconds(variant, inputs)  # warm
-    benchmark.group = f"{TOKENS} tokens, vocabulary {VOCABULARY}, bfloat16, {DEVICE}"
+    if DEVICE == "cuda":
+        extra = {each: extra_gibibytes(each, inputs) for each in (variant, baseline)}
+    else:
+        extra = {each: measured_alone(each) for each in (variant, baseline)}
+    tokens, size = inputs.hidden.shape
+    shape = f"{tokens} tokens, hidden size {size}, vocabulary {VOCABULARY}, bfloat16, {DEVICE}"
+    benchmark.group = shape
     benchmark.pedantic(lambda: seconds(variant, inputs), setup=run_baseline, rounds=ROUNDS)
     ratio = benchmark.stats.stats.median / statistics.median(of_baseline)
     benchmark.extra_info.update(ratio=ratio, extra_gibibytes=extra[variant])
     print(
-        f"\n{variant.__name__}: {ratio:.2f} x the time of {baseline.__name__} "
+        f"\n{shape}: {variant.__name__}: {ratio:.2f} x the time of {baseline.__name__} "
         f"(median {statistics.median(of_baseline):.3g} s); extra peak {extra[variant]:.2f} GiB, "
         f"of {baseline.__name__} {extra[baseline]:.2f}"
     )
@@ -179,4 +210,4 @@ def test_forward_and_backward(benchmark, inputs, variant, baseline):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(extra_gibibytes(globals()[sys.argv[1]]))
+    print(extra_gibibytes(globals()[sys.argv[1]], Inputs(*SHAPES[0])))

@@ -7,8 +7,6 @@ entropy. Blocks of the vocabulary are the outer loop, so each block of the weigh
 completed before the next one begins.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,14 +15,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from primerl._common.forward_passes import has_values
 from primerl.loss.arguments import checked
-
-# Elements of a tile. A CPU's tile fits into its cache; an accelerator needs fewer, larger kernels.
-CPU_TILE, TILE = 2**21, 2**25
-CHUNK_TOKENS = 4096
-# exp(FLOOR) is 0 in every dtype, and so is FLOOR exp(FLOOR), where -inf would give NaN.
-FLOOR = -1000.0
+from primerl.loss.linear_head_tiles import (
+    CHUNK_TOKENS,
+    add_product,
+    add_statistics,
+    as_columns,
+    gradient,
+    logits,
+    places,
+    slices,
+    tile_shape,
+    wide,
+)
 
 
 @checked()
@@ -74,7 +77,7 @@ def head_logprobs(
     """``linear_logprobs`` without its checks of arguments; labels may also be ``[t, c]``."""
     hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
     logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, as_columns(labels), divisor, chunk_tokens
+        hidden, weight, as_columns(labels).contiguous(), divisor, chunk_tokens
     )
     logprobs = logprobs.view(labels.shape)
     return in_place(logprobs, rows, chosen), in_place(entropy, rows, chosen)
@@ -95,18 +98,20 @@ def head_top_k(
     The arguments are those of ``head_logprobs``, and are not checked. No result has a gradient.
     """
     hidden, weight, labels, divisor, chosen = _operands(hidden, weight, labels, temperature, rows)
-    wide = _wide(hidden.dtype)
-    logprobs = hidden.new_zeros(len(hidden), dtype=wide)
-    top_logprobs = hidden.new_zeros(len(hidden), k, dtype=wide)
+    dtype = wide(hidden.dtype)
+    logprobs = hidden.new_zeros(len(hidden), dtype=dtype)
+    top_logprobs = hidden.new_zeros(len(hidden), k, dtype=dtype)
     top_ids = labels.new_zeros(len(hidden), k, dtype=torch.int64)
-    tokens, block = _tile(hidden, chunk_tokens)
-    for part in _slices(len(hidden), tokens):
+    tokens, block = tile_shape(hidden, chunk_tokens)
+    for part in slices(len(hidden), tokens):
         label = logprobs.new_zeros(part.stop - part.start)
         total = torch.full_like(label, -torch.inf)
         best, ids = label.new_zeros(len(label), 0), top_ids.new_zeros(len(label), 0)
-        for columns in _slices(len(weight), block):
-            z = _logits(hidden, weight, divisor, part, columns)
-            place, inside = _places(as_columns(labels[part]), columns)
+        for columns in slices(len(weight), block):
+            z = logits(hidden, weight, part, columns)
+            if divisor is not None:
+                z.div_(as_columns(divisor[part]))
+            place, inside = places(as_columns(labels[part]), columns.start, z.shape[1])
             label += z.gather(1, place).where(inside, 0.0).squeeze(1)
             total = torch.logaddexp(total, z.logsumexp(1))
             found, where = z.topk(min(k, z.shape[1]))
@@ -135,8 +140,8 @@ def _operands(
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
     divisor = None
     if isinstance(temperature, Tensor) or temperature != 1:
-        divisor = torch.as_tensor(temperature, dtype=_wide(hidden.dtype), device=hidden.device)
-        divisor = divisor.detach().expand(hidden.shape[:1])
+        divisor = torch.as_tensor(temperature, dtype=wide(hidden.dtype), device=hidden.device)
+        divisor = divisor.detach().expand(hidden.shape[:1]).contiguous()
     if rows is None:
         return hidden, weight, labels, divisor, None
     chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
@@ -164,26 +169,22 @@ class _LinearLogprobs(torch.autograd.Function):
         divisor: Tensor | None,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        # For each row, over the blocks so far: the highest logit m, the logits of its labels,
-        # sum e^(z-m) and sum (z-m) e^(z-m).
-        lowest, wide = torch.finfo(torch.float32).min, _wide(hidden.dtype)
-        highest = hidden.new_full(hidden.shape[:1], lowest, dtype=wide)
+        # For each row, over the blocks so far: the highest logit m, sum e^(z-m),
+        # sum (z-m) e^(z-m), and the logits of its labels.
+        lowest, dtype = torch.finfo(torch.float32).min, wide(hidden.dtype)
+        highest = hidden.new_full(hidden.shape[:1], lowest, dtype=dtype)
         total, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
-        chosen = hidden.new_zeros(labels.shape, dtype=wide)
-        tokens, block = _tile(hidden, chunk_tokens)
-        for columns in _slices(len(weight), block):
-            for rows in _slices(len(hidden), tokens):
-                z = _logits(hidden, weight, divisor, rows, columns)
-                place, inside = _places(labels[rows], columns)
-                chosen[rows] += z.gather(1, place).where(inside, 0.0)
-                top = torch.maximum(highest[rows], z.amax(1))
-                fall = (highest[rows] - top).clamp_(min=FLOOR)
-                z.sub_(as_columns(top)).clamp_(min=FLOOR)
-                e = z.exp()
-                scale = fall.exp()
-                weighted[rows] = scale * (weighted[rows] + fall * total[rows]) + z.mul_(e).sum(1)
-                total[rows] = scale * total[rows] + e.sum(1)
-                highest[rows] = top
+        chosen = hidden.new_zeros(labels.shape, dtype=dtype)
+        tokens, block = tile_shape(hidden, chunk_tokens)
+        for columns in slices(len(weight), block):
+            for rows in slices(len(hidden), tokens):
+                add_statistics(
+                    logits(hidden, weight, rows, columns),
+                    None if divisor is None else divisor[rows],
+                    labels[rows],
+                    columns.start,
+                    *(highest[rows], total[rows], weighted[rows], chosen[rows]),
+                )
         ctx.save_for_backward(hidden, weight, labels, divisor, highest, total, weighted)
         ctx.chunk_tokens = chunk_tokens
         ctx.set_materialize_grads(False)
@@ -197,31 +198,31 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, divisor, highest, total, weighted = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        wide = highest.dtype
-        grad_hidden = hidden.new_zeros(hidden.shape, dtype=wide) if wants_hidden else None
+        grad_hidden = hidden.new_empty(hidden.shape, dtype=highest.dtype) if wants_hidden else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         a, b, c = _coefficients(grad_logprobs, grad_entropy, divisor, total, weighted)
-        tokens, block = _tile(hidden, ctx.chunk_tokens)
-        kept = hidden.dtype if len(hidden) <= tokens else wide  # a single product: no sum to round
-        for columns in _slices(len(weight), block):
-            part: Tensor | None = None
-            for rows in _slices(len(hidden), tokens):
-                z = _logits(hidden, weight, divisor, rows, columns).sub_(as_columns(highest[rows]))
-                if c is None:
-                    g = z.exp_().mul_(as_columns(b[rows]))
-                else:
-                    e = z.clamp_(min=FLOOR).exp()
-                    g = z.mul_(as_columns(c[rows])).add_(as_columns(b[rows])).mul_(e)
-                place, inside = _places(labels[rows], columns)
-                if a is not None:
-                    g.scatter_add_(1, place, a[rows].where(inside, 0.0))
-                g = g.to(hidden.dtype)
+        tokens, block = tile_shape(hidden, ctx.chunk_tokens)
+        kept = hidden.dtype if len(hidden) <= tokens else highest.dtype  # one product: no sum
+        for columns in slices(len(weight), block):
+            part = None if grad_weight is None else grad_weight[columns]
+            if part is not None and part.dtype != kept:
+                part = part.new_empty(part.shape, dtype=kept)
+            for rows in slices(len(hidden), tokens):
+                g = gradient(
+                    logits(hidden, weight, rows, columns),
+                    None if divisor is None else divisor[rows],
+                    labels[rows],
+                    columns.start,
+                    highest[rows],
+                    *(None if a is None else a[rows], b[rows], None if c is None else c[rows]),
+                    hidden.dtype,
+                )
                 if grad_hidden is not None:
-                    grad_hidden[rows] += _matmul(g, weight[columns], wide)
-                if grad_weight is not None:
-                    product = _matmul(g.t(), hidden[rows], kept)
-                    part = product if part is None else part.add_(product)
-            if grad_weight is not None and part is not None:
+                    add_product(grad_hidden[rows], g, weight[columns], first=columns.start == 0)
+                if part is not None:
+                    add_product(part, g.t(), hidden[rows], first=rows.start == 0)
+                del g  # before the next tile is made
+            if grad_weight is not None and part is not None and part.dtype != grad_weight.dtype:
                 grad_weight[columns] = part
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
@@ -246,61 +247,11 @@ def _coefficients(
     a, h = grad_logprobs, grad_entropy
     if divisor is not None:
         a, h = None if a is None else a / as_columns(divisor), None if h is None else h / divisor
+    a = None if a is None else a.contiguous()  # the gradient of a sum is one number, expanded
     all_labels = torch.zeros_like(total) if a is None else a.sum(1)
     if h is None:
         return a, -all_labels / total, None
     return a, (h * weighted / total - all_labels) / total, -h / total
-
-
-def _logits(
-    hidden: Tensor, weight: Tensor, divisor: Tensor | None, rows: slice, columns: slice
-) -> Tensor:
-    z = _matmul(hidden[rows], weight[columns].t(), _wide(hidden.dtype))
-    return z if divisor is None else z.div_(as_columns(divisor[rows]))
-
-
-def _places(labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column of each label in a block of the vocabulary, and a mask of those inside: ``[t, c]``."""
-    place = labels.long() - columns.start
-    inside = (place >= 0) & (place < columns.stop - columns.start)
-    return place.where(inside, 0), inside
-
-
-def as_columns(x: Tensor) -> Tensor:
-    """Reshape ``[t]`` to ``[t, 1]``; leave ``[t, c]`` unchanged."""
-    return x.unsqueeze(1) if x.ndim == 1 else x
-
-
-def _tile(hidden: Tensor, chunk_tokens: int) -> tuple[int, int]:
-    """The numbers of rows and columns of a tile."""
-    tokens = max(1, min(chunk_tokens, len(hidden)))
-    elements = CPU_TILE if hidden.device.type == "cpu" and has_values(hidden) else TILE
-    return tokens, max(128, elements // tokens // 128 * 128)
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` in ``dtype``; if the device can't widen, it is rounded to a's dtype first."""
-    if a.dtype != dtype and _matmul_widens(a.device.type, a.dtype):
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
-
-
-@lru_cache
-def _matmul_widens(device: str, dtype: torch.dtype) -> bool:
-    try:
-        x = torch.zeros(16, 16, device=device, dtype=dtype)
-        return torch.mm(x, x, out_dtype=torch.float32).dtype == torch.float32
-    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
-        return False
 
 
 def _check_head(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:

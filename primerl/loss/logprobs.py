@@ -17,14 +17,8 @@ from primerl._common.forward_passes import attempt, is_compiled
 from primerl._common.supported_adapters import refuse_virtual_tokens
 from primerl.attention import attend_by_document, require_documents
 from primerl.loss.arguments import checked
-from primerl.loss.linear_head import (
-    FLOOR,
-    as_columns,
-    check_values,
-    head_logprobs,
-    head_top_k,
-    in_place,
-)
+from primerl.loss.linear_head import check_values, head_logprobs, head_top_k, in_place
+from primerl.loss.linear_head_tiles import FLOOR, as_columns
 from primerl.loss.ratio import upcast
 
 # Models that were found to scale, cap or otherwise change their logits before returning them.

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from primerl import loss
-from primerl.loss import linear_head
+from primerl.loss import linear_head, linear_head_tiles
 
 F64 = {"dtype": torch.float64}
 
@@ -16,7 +17,7 @@ F64 = {"dtype": torch.float64}
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Blocks of 128 columns, so that a small vocabulary spans several."""
-    monkeypatch.setattr(linear_head, "CPU_TILE", 1)
+    monkeypatch.setattr(linear_head_tiles, "CPU_TILE", 1)
 
 
 def naive(hidden, weight, labels, temperature=1.0):
@@ -92,14 +93,14 @@ def test_as_with_logits(t, v, h, chunk_tokens, dtype, temperature, share, seed):
     if isinstance(temperature, str):
         temperature = 0.5 + torch.rand([] if temperature == "0-dim" else [t], generator=generator)
     rows = None if share is None else torch.rand(t, generator=generator) < share
-    tile, linear_head.CPU_TILE = linear_head.CPU_TILE, 1
+    tile, linear_head_tiles.CPU_TILE = linear_head_tiles.CPU_TILE, 1
     try:
         ours = loss.linear_logprobs(
             hidden, weight, labels, temperature=temperature, rows=rows, chunk_tokens=chunk_tokens
         )
         of_ours = gradients(ours, (hidden, weight))
     finally:
-        linear_head.CPU_TILE = tile
+        linear_head_tiles.CPU_TILE = tile
 
     each = torch.as_tensor(temperature, dtype=dtype).expand(t)
     theirs = naive(hidden, weight, labels, each)
@@ -272,21 +273,76 @@ def test_no_more_than_a_tile_of_logits_is_materialized():
     with Sizes():
         sum(loss.linear_logprobs(hidden, weight, labels, chunk_tokens=128)).sum().backward()
 
-    assert max(sizes) <= linear_head.CPU_TILE < 512 * 9000
+    assert max(sizes) <= linear_head_tiles.CPU_TILE < 512 * 9000
 
 
 def test_at_most_chunk_tokens_rows_are_computed_at_once(small_tiles, monkeypatch):
     hidden, weight, labels = problem(50, 300, 4)
-    shapes, matmul = [], linear_head._matmul
+    shapes, matmul = [], linear_head_tiles.matmul
 
     def recorded(a, b, dtype):
         shapes.append((len(a), b.shape[1]))
         return matmul(a, b, dtype)
 
-    monkeypatch.setattr(linear_head, "_matmul", recorded)
+    monkeypatch.setattr(linear_head_tiles, "matmul", recorded)
     loss.linear_logprobs(hidden, weight, labels, chunk_tokens=16)
 
     assert sorted(set(shapes)) == [(2, 44), (2, 128), (16, 44), (16, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_product_replaces_what_memory_held(dtype):
+    total = torch.full((4, 4), math.nan)
+    a, b = torch.full((4, 2), 3.0, dtype=dtype), torch.full((2, 4), 5.0, dtype=dtype)
+
+    linear_head_tiles.add_product(total, a, b, first=True)
+    linear_head_tiles.add_product(total, a, b, first=False)
+
+    assert total.tolist() == [[60.0] * 4] * 4
+
+
+def test_a_plan_on_tensors_without_values_changes_no_later_product():
+    hidden, weight, labels = problem(4, 50, 3, dtype=torch.bfloat16)
+    expected = loss.linear_logprobs(hidden, weight, labels)
+    linear_head_tiles._device_widens.cache_clear()
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        planned = linear_head.head_logprobs(
+            *(mode.from_tensor(x) for x in (hidden, weight, labels)), 1.0, None
+        )
+
+    assert [x.shape for x in planned] == [x.shape for x in expected]
+    torch.testing.assert_close(loss.linear_logprobs(hidden, weight, labels), expected)
+
+
+def test_why_no_triton_kernel_is_used():
+    assert "not on cpu" in linear_head_tiles.reason_against_triton(torch.zeros(1, 1))
+    with FakeTensorMode():
+        on_gpu = torch.zeros(1, 1, device="cuda")
+        assert "no values" in linear_head_tiles.reason_against_triton(on_gpu)
+        assert "float64" in linear_head_tiles.reason_against_triton(on_gpu.double())
+
+
+def test_triton_that_can_not_run_is_named_once(monkeypatch, caplog):
+    """As on a machine that cannot compile what starts a kernel; here there is no GPU at all."""
+    pytest.importorskip("triton")
+    from primerl.loss import linear_head_triton
+
+    def fails(device):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(linear_head_triton, "run_once", fails)
+    linear_head_tiles._failure_of_triton.cache_clear()
+    try:
+        for _ in range(2):
+            reason = linear_head_tiles._failure_of_triton(torch.device("cuda", 7))
+    finally:
+        linear_head_tiles._failure_of_triton.cache_clear()
+
+    assert reason == "Triton can't run on cuda:7: no C compiler"
+    assert [record.message for record in caplog.records] == [
+        f"The LM head runs without its fused kernels, more slowly. {reason}"
+    ]
 
 
 HIDDEN, WEIGHT, LABELS = torch.zeros(4, 3), torch.zeros(9, 3), torch.zeros(4, dtype=torch.int64)
@@ -371,3 +427,67 @@ def test_on_a_gpu_as_on_the_cpu(dtype):
     other = torch.autograd.grad(sum(truth).sum(), exact)
     for x, y in zip(mine, other, strict=True):
         assert (x.cpu().double() - y).norm() < 2 * tolerance * y.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_on_a_gpu_are_no_worse_than_logits(monkeypatch, dtype, wanted):
+    """Errors against float64, over two chunks of rows and four blocks, the last one ragged."""
+    monkeypatch.setattr(linear_head_tiles, "TILE", 2**24)
+    hidden, weight, labels = (x.cuda() for x in problem(700, 110_003, 64, dtype=dtype))
+    weight = (0.3 * weight).detach()
+    temperature = 0.5 + torch.rand(700, generator=torch.Generator().manual_seed(1)).cuda()
+    assert linear_head_tiles.reason_against_triton(hidden.float()) is None
+
+    def everything(function, hidden, weight):
+        inputs = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        outputs = function(*inputs, labels, temperature=temperature)
+        chosen = {"logprobs": outputs[:1], "entropy": outputs[1:], "both": outputs}[wanted]
+        total = sum((x * torch.linspace(-1, 1, len(x)).to(x)).sum() for x in chosen)
+        return [*outputs, *torch.autograd.grad(total, inputs)]
+
+    def ours(*arguments, **options):
+        return loss.linear_logprobs(*arguments, chunk_tokens=512, **options)
+
+    truth = everything(naive, hidden.double(), weight.double())
+    for x, y, true in zip(
+        everything(ours, hidden, weight), everything(naive, hidden, weight), truth, strict=True
+    ):
+        assert (x - true).norm() < 1.1 * (y - true).norm() + 3e-6 * true.norm()
+
+
+@pytest.mark.gpu
+def test_huge_and_missing_logits_on_a_gpu():
+    hidden = torch.full((3, 2), 1e4, device="cuda", requires_grad=True)
+    weight = torch.randn(70_000, 2, device="cuda")
+    weight[:40_000] = -3e38  # logits of -inf
+    weight[-1] = 2e4
+    weight.requires_grad_()
+    labels = torch.tensor([69_999, 69_999, 50_000], device="cuda")
+
+    logprobs, entropy = loss.linear_logprobs(hidden, weight, labels)
+    logprobs.sum().backward(retain_graph=True)
+    entropy.sum().backward()
+
+    exact = torch.stack([hidden[0].double() @ weight[i].double() for i in (50_000, 69_999)])
+    torch.testing.assert_close(logprobs[:2], torch.zeros_like(logprobs[:2]))
+    torch.testing.assert_close(logprobs[2].double(), exact[0] - exact[1], rtol=1e-5, atol=0)
+    torch.testing.assert_close(entropy, torch.zeros_like(entropy))
+    assert not weight.grad[:40_000].any()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_extra_memory_on_a_gpu_is_a_tile_and_the_gradients():
+    hidden, weight, labels = (x.cuda() for x in problem(4096, 151_936, 8, dtype=torch.bfloat16))
+    hidden, weight = (x.detach().requires_grad_() for x in (hidden, weight))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+
+    sum(loss.linear_logprobs(hidden, weight, labels)).sum().backward()
+
+    extra = torch.cuda.max_memory_allocated() - before
+    # Float32 logits and 16-bit gradients; the products' workspace and gradients take less than 1/4.
+    assert extra < 1.25 * linear_head_tiles.TILE * (4 + 2)

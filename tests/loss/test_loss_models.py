@@ -8,7 +8,7 @@ from tensor_sizes import Sizes
 
 from primerl import loss, testing
 from primerl._common.forward_passes import recomputation_method
-from primerl.loss import linear_head, logprobs
+from primerl.loss import linear_head, linear_head_tiles, logprobs
 from primerl.testing.families import tiny_family
 
 LENGTHS = [5, 1, 9, 5, 12]
@@ -266,7 +266,7 @@ def test_logits_are_never_materialized():
         outputs = loss.model_logprobs_and_entropy(model, token_ids, position_ids, labels)
         sum(outputs).sum().backward()
 
-    assert max(made.sizes) <= linear_head.CPU_TILE < len(token_ids) * 50_000 / 8
+    assert max(made.sizes) <= linear_head_tiles.CPU_TILE < len(token_ids) * 50_000 / 8
 
 
 def test_nothing_selected_still_has_a_graph():

@@ -9,7 +9,7 @@ from loss_cases import F64
 from tensor_sizes import Sizes
 
 from primerl import loss, testing
-from primerl.loss import linear_head
+from primerl.loss import linear_head_tiles
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
@@ -209,7 +209,7 @@ FAMILIES = {  # the last three have no plain head, or change their logits
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Blocks of 128 columns, so that a vocabulary of 300 spans several."""
-    monkeypatch.setattr(linear_head, "CPU_TILE", 1)
+    monkeypatch.setattr(linear_head_tiles, "CPU_TILE", 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -296,7 +296,7 @@ def test_logits_are_not_materialized_for_several_tokens_either():
         _, top_ids, _ = loss.model_top_k_logprobs(model, token_ids, position_ids, token_ids, k=20)
         loss.model_candidate_logprobs(model, token_ids, position_ids, top_ids).sum().backward()
 
-    assert max(made.sizes) <= linear_head.CPU_TILE < len(token_ids) * 50_000 / 8
+    assert max(made.sizes) <= linear_head_tiles.CPU_TILE < len(token_ids) * 50_000 / 8
 
 
 def test_what_does_not_fit_is_refused():

@@ -147,7 +147,7 @@ def test_a_frozen_weight_keeps_no_input():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         y = layer(drawn((5, 96)).requires_grad_())
-    assert kept == [(40, 96)]
+    assert kept == [(96, 40), (6,)]  # the transposed weight and its scales
     y.sum().backward()
     assert layer.weight.grad is None
 

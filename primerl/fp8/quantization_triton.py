@@ -22,6 +22,8 @@ from torch import Tensor
 
 ROWS = 32
 """Rows of a tile if blocks have one row and only values along rows are written."""
+VALUES = 1024
+"""Values of a tile for each warp: 32 in each thread, which fit in registers."""
 
 _SIZE = tl.constexpr(0x7FFFFFFF)  # the bits of |x|
 _INFINITY = tl.constexpr(0x7F800000)
@@ -147,7 +149,7 @@ def quantize_into(
     powers = any(
         one is not None and one[1].dtype != torch.float32 for one in (straight, transposed)
     )
-    height = ROWS if rows == 1 and transposed is None else block
+    height, warps = tile(rows, block, transposed=transposed is not None)
     _quantize[(triton.cdiv(m, height) * triton.cdiv(k, block), count)](
         experts,
         *results[0],
@@ -161,8 +163,14 @@ def quantize_into(
         STRAIGHT=straight is not None,
         TRANSPOSED=transposed is not None,
         POWERS=powers,
-        num_warps=max(1, min(16, height * block // 1024)),
+        num_warps=warps,
     )
+
+
+def tile(rows: int, block: int, *, transposed: bool) -> tuple[int, int]:
+    """Return the height of a tile, which is ``block`` wide, and the number of its warps."""
+    height = block if rows == block or transposed else ROWS
+    return height, max(1, height * block // VALUES)
 
 
 def _pointers(result: tuple[Tensor, Tensor] | None, unused: Any) -> tuple[Any, Any]:

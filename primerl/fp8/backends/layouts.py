@@ -16,7 +16,7 @@ def padded(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
     return F.pad(x, more)
 
 
-def outer_major(scales: Float[Tensor, "m k"], *, rows: int = 1) -> Float[Tensor, "m k"]:
+def outer_major(scales: Float[Tensor, "m k"], *, rows: int = 1) -> Float[Tensor, "padded k"]:
     """Lay out scales of 1 x 128 blocks column by column: strides ``(1, m)``.
 
     ``m`` is first padded to a multiple of ``rows``. Scales from ``quantization.operand`` lie so

@@ -114,9 +114,10 @@ class _Linear(torch.autograd.Function):
             *(kept_x if of_w else (None, None)), *(b[2:] if keep_weight else (w, None))
         )
         ctx.form, ctx.in_fp8, ctx.backend, ctx.dtype = form, in_fp8, backend, w.dtype
-        return _multiply(
+        y: Tensor = _multiply(
             *a[:2], *b[:2], form.weight_rows, form.block, form.weight_rows, backend, x.dtype
         )
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -163,8 +163,8 @@ def layouts(
         transposed: whether to quantize the transpose of ``x``, in blocks of the same shape.
 
     Returns:
-        Values and scales, then those of the transpose, for ``operand``. What is left out has no
-        elements.
+        Values and scales, then those of the transpose, for ``operand``. Results that were not asked
+        for have no elements.
     """
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _layouts(
         x.detach(), rows, form.block, form.scale, straight, transposed
@@ -203,20 +203,24 @@ def _layouts(
         pairs = results[:2] if straight else None, results[2:] if transposed else None
         quantize_into(x, *pairs, rows=rows, block=block)
         return results
-    chosen: Any = scale
-    for asked, matrix, pair in (
-        (straight, x, results[:2]),
-        (transposed, x.transpose(-1, -2), results[2:]),
-    ):
-        if asked:
-            found = quantize_blocks(matrix, rows=rows, block=block, scale=chosen)
-            into = operand(*pair, rows=rows, block=block)
-            into.values.copy_(found.values)
-            into.scales.copy_(found.scales)
+    kind: Any = scale
+    found = quantize_blocks(x, rows=rows, block=block, scale=kind) if straight else None
+    if found is not None:
+        _copy(found, results[:2])
+    if transposed and found is not None and rows == block:
+        _copy(found.transposed(), results[2:])
+    elif transposed:
+        other = quantize_blocks(x.transpose(-1, -2), rows=rows, block=block, scale=kind)
+        _copy(other, results[2:])
     return results
 
 
-@_layouts.register_fake
+def _copy(found: Quantized, pair: tuple[Tensor, Tensor]) -> None:
+    into = operand(*pair, rows=found.rows, block=found.block)
+    into.values.copy_(found.values)
+    into.scales.copy_(found.scales)
+
+
 def _empty_results(
     x: Tensor, rows: int, block: int, scale: Any, straight: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -229,6 +233,9 @@ def _empty_results(
         results.append(x.new_empty(number if asked else 0, dtype=SCALE_DTYPES[scale]))
     first, first_scales, second, second_scales = results
     return first, first_scales, second, second_scales
+
+
+_layouts.register_fake(_empty_results)
 
 
 def reason_against_triton(x: Tensor, block: int) -> str | None:

@@ -38,7 +38,7 @@ _UNIT_BITS = tl.constexpr(0x46800000)
 
 # ``no_type_check`` excludes kernels from the runtime type checks of tests, whose wrappers have the
 # names of another module.
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 @no_type_check
 def _scale(amax: tl.tensor, POWERS: tl.constexpr) -> Any:
     """Return the scale by which to divide, and the one to store."""
@@ -54,7 +54,7 @@ def _scale(amax: tl.tensor, POWERS: tl.constexpr) -> Any:
     return scale, stored
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 @no_type_check
 def _codes(x: tl.tensor, scale: tl.tensor) -> Any:
     """Return the codes of ``x / scale`` in float8_e4m3fn: to nearest, ties to even."""
@@ -69,7 +69,7 @@ def _codes(x: tl.tensor, scale: tl.tensor) -> Any:
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 @no_type_check
 def _quantize(
     x: tl.tensor,

@@ -84,5 +84,5 @@ def _failure(backend: Backend, form: Format, device: torch.device) -> str | None
         return f"a small product raised {type(error).__name__}: {error}"
     expected = BACKENDS[Reference.name].multiply(a, b, dtype=torch.float32)
     # NaN fails the comparison; bfloat16's rounding and other orders of sums are below 0.005.
-    error = ((found - expected).norm() / expected.norm()).item()
-    return None if error < _LARGEST_ERROR else f"a small product has a relative error of {error}"
+    off = ((found - expected).norm() / expected.norm()).item()
+    return None if off < _LARGEST_ERROR else f"a small product has a relative error of {off}"

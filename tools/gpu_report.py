@@ -36,6 +36,7 @@ BENCHMARKS = [
     "test_linear_logprobs.py",
     "test_activations.py",
     "test_train_step.py",
+    "test_fp8.py",
 ]
 BENCHMARK_S = 150.0
 NO_TESTS = 5  # pytest's exit code if it collects no tests

@@ -21,9 +21,8 @@ from primerl.fp8.linear import (
     check_weight_gradient,
     kept_input,
     product_of_16_bits,
-    transposed_weight,
 )
-from primerl.fp8.quantization import activations, weight
+from primerl.fp8.quantization import activations, transposed_weight, weight
 
 
 @attrs.frozen(kw_only=True)

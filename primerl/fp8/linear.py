@@ -4,20 +4,24 @@
     dx = Q(dy) Q(W)            the forward pass's quantized weight, if its blocks are square
     dW = dy^T x                in bfloat16; or Q(dy^T) Q(x^T)^T, both 1 x 128 along tokens
 
-The parameter is the master weight, in 32 or 16 bits. It is quantized again in the backward pass,
-because sharding (FSDP2) frees gathered weights in between; the result is the same.
+The parameter is the master weight, in 32 or 16 bits. On one rank, the forward pass quantizes it in
+both layouts, in one read, and autograd keeps the transposed one for the backward pass. With several
+ranks, it is quantized again there, because sharding (FSDP2) frees gathered weights in between, and
+must not leave their FP8 copies behind; the result is the same. No copy outlives its backward pass:
+neither fused optimizers nor FSDP2 change a parameter's version when they change its values, so
+nothing would tell that a copy is out of date.
 """
 
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from primerl.fp8.backends.choice import BackendName, require_backend
-from primerl.fp8.backends.interface import Backend
-from primerl.fp8.format import BLOCK_FP8, Format, Quantized
-from primerl.fp8.quantization import activations, weight
+from primerl.fp8.format import BLOCK_FP8, Format, scale_type
+from primerl.fp8.quantization import layouts, operand
 
 WeightGradient = Literal["bf16", "fp8"]
 WEIGHT_GRADIENTS = ("bf16", "fp8")
@@ -73,114 +77,93 @@ def linear(
     form: Format,
     weight_gradient: WeightGradient,
     backend: BackendName,
+    keep_weight: bool | None = None,
 ) -> Float[Tensor, "*t o"]:
-    """Compute ``x W^T`` in FP8, in the dtype of ``x``; gradients are as in the module docstring."""
+    """Compute ``x W^T`` in FP8, in the dtype of ``x``; gradients are as in the module docstring.
+
+    ``keep_weight`` chooses whether the quantized weight is kept for the backward pass: by default,
+    if this process is the only rank.
+    """
+    if keep_weight is None:
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        keep_weight = ranks == 1
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = _product(
-        rows, w, form.scale, form.block, form.weight_rows, weight_gradient, backend
+    y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        rows, w, form, weight_gradient, backend, keep_weight
     )
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-# Custom operators, because torch.compile can't trace the choice of a backend. Torch's operator
-# schemas don't support Format, so its fields are passed separately.
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        form: Format,
+        weight_gradient: WeightGradient,
+        backend: BackendName,
+        keep_weight: bool,
+    ) -> Tensor:
+        of_x, of_w = ctx.needs_input_grad[:2]
+        in_fp8 = weight_gradient == "fp8"
+        a = layouts(x, 1, form, transposed=of_w and in_fp8)
+        b = layouts(w, form.weight_rows, form, transposed=of_x and keep_weight)
+        kept_x = a[2:] if in_fp8 else (x.to(torch.bfloat16), None)
+        ctx.save_for_backward(
+            *(kept_x if of_w else (None, None)), *(b[2:] if keep_weight else (w, None))
+        )
+        ctx.form, ctx.in_fp8, ctx.backend, ctx.dtype = form, in_fp8, backend, w.dtype
+        y: Tensor = _multiply(
+            *a[:2], *b[:2], form.weight_rows, form.block, form.weight_rows, backend, x.dtype
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scales, w, w_scales = ctx.saved_tensors
+        of_x, of_w = ctx.needs_input_grad[:2]
+        form, dx, dw = ctx.form, None, None
+        rest = (form.block, form.weight_rows, ctx.backend)
+        gradient = layouts(dy, 1, form, straight=of_x, transposed=of_w and ctx.in_fp8)
+        if of_x:
+            if w_scales is None:
+                found = layouts(w, form.weight_rows, form, straight=False, transposed=True)
+                w, w_scales = found[2:]
+            dx = _multiply(*gradient[:2], w, w_scales, form.weight_rows, *rest, dy.dtype)
+        if of_w and ctx.in_fp8:
+            dw = _multiply(*gradient[2:], x, x_scales, 1, *rest, ctx.dtype)
+        elif of_w:
+            dw = product_of_16_bits(dy.t(), x, dtype=ctx.dtype)
+        return dx, dw, None, None, None, None
 
 
-@torch.library.custom_op("primerl::fp8_linear", mutates_args=())
-def _product(
-    x: Tensor,
-    w: Tensor,
-    scale: str,
-    block: int,
-    weight_rows: int,
-    weight_gradient: str,  # noqa: ARG001  used by the backward pass
-    backend: str,
-) -> Tensor:
-    """Compute ``Q(x) Q(W)^T``."""
-    form, able = _chosen(scale, block, weight_rows, backend, x.device)
-    return able.multiply(activations(x, form), weight(w, form), dtype=x.dtype).contiguous()
-
-
-@torch.library.custom_op("primerl::fp8_data_gradient", mutates_args=())
-def _data_gradient(
-    dy: Tensor, w: Tensor, scale: str, block: int, weight_rows: int, backend: str
-) -> Tensor:
-    """Compute the data gradient ``Q(dy) Q(W)``."""
-    form, able = _chosen(scale, block, weight_rows, backend, dy.device)
-    dx = able.multiply(activations(dy, form), transposed_weight(w, form), dtype=dy.dtype)
-    return dx.contiguous()
-
-
-@torch.library.custom_op("primerl::fp8_weight_gradient", mutates_args=())
-def _weight_gradient(
-    dy: Tensor,
-    x: Tensor,
-    scale: str,
+# A custom operator, because torch.compile can't trace the choice of a backend. Torch's operator
+# schemas don't support Quantized, so its fields are passed separately.
+@torch.library.custom_op("primerl::fp8_multiply", mutates_args=())
+def _multiply(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    b_rows: int,
     block: int,
     weight_rows: int,
     backend: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute the weight gradient ``Q(dy^T) Q(x^T)^T``."""
-    form, able = _chosen(scale, block, weight_rows, backend, dy.device)
-    dw = able.multiply(activations(dy.t(), form), activations(x.t(), form), dtype=dtype)
-    return dw.contiguous()
+    """Compute ``a b^T``, with blocks of 1 row in ``a`` and of ``b_rows`` rows in ``b``."""
+    name: Any = backend
+    form = Format(scale=scale_type(a_scales), block=block, weight_rows=weight_rows)
+    able = require_backend(name, form, a.device)
+    left = operand(a, a_scales, rows=1, block=block)
+    right = operand(b, b_scales, rows=b_rows, block=block)
+    return able.multiply(left, right, dtype=dtype).contiguous()
 
 
-def _chosen(
-    scale: Any, block: int, weight_rows: int, backend: Any, device: torch.device
-) -> tuple[Format, Backend]:
-    form = Format(scale=scale, block=block, weight_rows=weight_rows)
-    return form, require_backend(backend, form, device)
-
-
-@_product.register_fake
-def _(x: Tensor, w: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0])
-
-
-@_data_gradient.register_fake
-def _(dy: Tensor, w: Tensor, *_: Any) -> Tensor:
-    return dy.new_empty(dy.shape[0], w.shape[1])
-
-
-@_weight_gradient.register_fake
-def _(dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
-    return dy.new_empty(dy.shape[1], x.shape[1], dtype=rest[-1])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    x, w, scale, block, weight_rows, weight_gradient, backend = inputs
-    ctx.save_for_backward(kept_input(x, weight_gradient) if ctx.needs_input_grad[1] else None, w)
-    ctx.form = scale, block, weight_rows, backend
-    ctx.weight_gradient = weight_gradient
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, w = ctx.saved_tensors
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        dx = _data_gradient(dy, w, *ctx.form)
-    if ctx.needs_input_grad[1]:
-        if ctx.weight_gradient == "fp8":
-            dw = _weight_gradient(dy, x, *ctx.form, w.dtype)
-        else:
-            dw = product_of_16_bits(dy.t(), x, dtype=w.dtype)
-    return dx, dw, None, None, None, None, None
-
-
-_product.register_autograd(_backward, setup_context=_keep)
-
-
-def transposed_weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
-    """Return the quantized weight ``[i, o]`` by which the data gradient multiplies.
-
-    With square blocks, this is the transpose of the forward pass's quantized weight. Otherwise, the
-    weight is quantized again, with blocks along ``o``.
-    """
-    if form.weight_rows == form.block:
-        return weight(w, form).transposed()
-    return weight(w.transpose(-1, -2), form)
+@_multiply.register_fake
+def _(a: Tensor, a_scales: Tensor, b: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001
+    return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
 
 
 def kept_input(x: Tensor, weight_gradient: WeightGradient) -> Tensor:

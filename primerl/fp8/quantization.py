@@ -1,14 +1,27 @@
 """Quantization of tensors to block-scaled FP8, and dequantization."""
 
 import functools
+import importlib.util
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from primerl.fp8.format import EPSILON, FP8, LARGEST, Format, Quantized, ScaleType, scale_type
+from primerl.fp8.format import (
+    EPSILON,
+    FP8,
+    LARGEST,
+    SCALE_DTYPES,
+    Format,
+    Quantized,
+    ScaleType,
+    scale_type,
+)
 
+KERNEL_BLOCKS = (16, 32, 64, 128)
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 
@@ -41,7 +54,7 @@ def quantize(
     _require_finite(x)
     form = Format(scale=scale, block=block, weight_rows=block)
     found = activations(x.reshape(-1, x.shape[-1]), form)
-    return found.values.view(x.shape), found.scales.view(*x.shape[:-1], -(-x.shape[-1] // block))
+    return found.values.view(x.shape), found.scales.reshape(*x.shape[:-1], -(-x.shape[-1] // block))
 
 
 def quantize_weight(
@@ -113,18 +126,133 @@ def activations(x: Float[Tensor, "m k"], form: Format) -> Quantized:
 
     Infinities become NaN in a product.
     """
-    return quantize_blocks(x, rows=1, block=form.block, scale=form.scale)
+    return operand(*layouts(x, 1, form)[:2], rows=1, block=form.block)
 
 
 def weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
     """Quantize a weight as an operand, without the check of ``quantize_weight`` for infinities."""
-    return quantize_blocks(w, rows=form.weight_rows, block=form.block, scale=form.scale)
+    found = layouts(w, form.weight_rows, form)[:2]
+    return operand(*found, rows=form.weight_rows, block=form.block)
+
+
+def transposed_weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
+    """Quantize the transposed weight ``[i, o]``, by which the data gradient multiplies.
+
+    With square blocks, it has the FP8 values and scales of ``weight``. Otherwise, it is quantized
+    with blocks along ``o``.
+    """
+    found = layouts(w, form.weight_rows, form, straight=False, transposed=True)[2:]
+    return operand(*found, rows=form.weight_rows, block=form.block)
+
+
+def layouts(
+    x: Float[Tensor, "*e m k"],
+    rows: int,
+    form: Format,
+    *,
+    straight: bool = True,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize a matrix and its transpose, reading it once.
+
+    Args:
+        x: a matrix, or one per expert.
+        rows: number of rows in a block: 1 or ``form.block``.
+        form: the format of blocks and scales.
+        straight: whether to quantize ``x``.
+        transposed: whether to quantize the transpose of ``x``, in blocks of the same shape.
+
+    Returns:
+        Values and scales, then those of the transpose, for ``operand``. Results that were not asked
+        for have no elements.
+    """
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _layouts(
+        x.detach(), rows, form.block, form.scale, straight, transposed
+    )
+    return found
+
+
+def operand(
+    values: Float[Tensor, "*e m k"], scales: Shaped[Tensor, " n"], *, rows: int, block: int
+) -> Quantized:
+    """Return values and scales of ``layouts`` as an operand.
+
+    There, scales have one dimension: with one for blocks, ``torch.compile`` would compile again for
+    a pack of a single block. Scales of blocks with one row lie column by column, as the kernels
+    that multiply read them; scales of square blocks lie row by row.
+    """
+    *experts, m, k = values.shape
+    across = -(-k // block)
+    if rows == 1:
+        scales = scales.view(*experts, across, m).transpose(-1, -2)
+    else:
+        scales = scales.view(*experts, -(-m // rows), across)
+    return Quantized(values=values, scales=scales, rows=rows, block=block)
+
+
+# An operator, since torch.compile can't trace the choice between kernel and reference. Its name
+# doesn't begin with ``primerl::``: selective recomputation saves the results of those operators.
+@torch.library.custom_op("primerl_fp8::quantize", mutates_args=())
+def _layouts(
+    x: Tensor, rows: int, block: int, scale: str, straight: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = _empty_results(x, rows, block, scale, straight, transposed)
+    if reason_against_triton(x, block) is None:
+        from primerl.fp8.quantization_triton import quantize_into
+
+        pairs = results[:2] if straight else None, results[2:] if transposed else None
+        quantize_into(x, *pairs, rows=rows, block=block)
+        return results
+    kind: Any = scale
+    found = quantize_blocks(x, rows=rows, block=block, scale=kind) if straight else None
+    if found is not None:
+        _copy(found, results[:2])
+    if transposed and found is not None and rows == block:
+        _copy(found.transposed(), results[2:])
+    elif transposed:
+        other = quantize_blocks(x.transpose(-1, -2), rows=rows, block=block, scale=kind)
+        _copy(other, results[2:])
+    return results
+
+
+def _copy(found: Quantized, pair: tuple[Tensor, Tensor]) -> None:
+    into = operand(*pair, rows=found.rows, block=found.block)
+    into.values.copy_(found.values)
+    into.scales.copy_(found.scales)
+
+
+def _empty_results(
+    x: Tensor, rows: int, block: int, scale: Any, straight: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *experts, m, k = x.shape
+    results = []
+    for asked, height, width in ((straight, m, k), (transposed, k, m)):
+        number = math.prod(experts) * -(-height // rows) * -(-width // block)
+        values = (*experts, height, width) if asked else (0,)
+        results.append(x.new_empty(values, dtype=FP8))
+        results.append(x.new_empty(number if asked else 0, dtype=SCALE_DTYPES[scale]))
+    first, first_scales, second, second_scales = results
+    return first, first_scales, second, second_scales
+
+
+_layouts.register_fake(_empty_results)
+
+
+def reason_against_triton(x: Tensor, block: int) -> str | None:
+    """Return why a tensor is quantized by ``quantize_blocks``; None if Triton's kernel does."""
+    if not x.is_cuda or torch.version.hip is not None:
+        return "the kernel is for Nvidia's GPUs"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if block not in KERNEL_BLOCKS:
+        return f"the kernel takes blocks of 16, 32, 64 or 128, not {block}"
+    return None if x.numel() else "the tensor is empty"
 
 
 def quantize_blocks(
     x: Float[Tensor, "*e m k"], *, rows: int, block: int, scale: ScaleType
 ) -> Quantized:
-    """Quantize blocks of ``rows`` x ``block``, by the formula in ``format``."""
+    """Quantize blocks of ``rows`` x ``block``: the reference of all kernels (see ``format``)."""
     *experts, m, k = x.shape
     m_blocks, k_blocks = -(-m // rows), -(-k // block)
     padded = F.pad(x.detach().float(), (0, k_blocks * block - k, 0, m_blocks * rows - m))

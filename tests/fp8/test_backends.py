@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from primerl import fp8
-from primerl.fp8.backends import choice, scaled_mm
+from primerl.fp8.backends import choice, deep_gemm, scaled_mm
 from primerl.fp8.backends.choice import BACKENDS, require_backend
+from primerl.fp8.backends.deep_gemm import DeepGEMM
 from primerl.fp8.backends.interface import check_operands, check_signature
 from primerl.fp8.backends.layouts import grouped_rows, k_major, outer_major, padded
 from primerl.fp8.quantization import activations, values_of, weight
@@ -166,6 +167,77 @@ def test_deep_gemm_is_called_with_its_layouts(monkeypatch):
     ours = BACKENDS["deep_gemm"].multiply_grouped(a, b, ends, dtype=torch.bfloat16)
     exact = BACKENDS["reference"].multiply_grouped(a, b, ends, dtype=torch.bfloat16)
     torch.testing.assert_close(ours, exact, rtol=0.02, atol=0.02)
+
+
+WORKING = """
+import torch
+def fp8_gemm_nt(a, b, out, *, recipe=(1, 128, 128), disable_ue8m0_cast=False):
+    left = a[0].float() * a[1].repeat_interleave(128, 1)
+    right = b[0].float() * b[1].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    out.copy_(left @ right.t())
+"""
+FAULTS = {
+    "OSError: _C.so: undefined symbol": "raise OSError('_C.so: undefined symbol')",
+    "ImportError: libcudart.so.12": "raise ImportError('libcudart.so.12')",
+    "AssertionError: CUDA_HOME": "assert False, 'CUDA_HOME'",
+    "RuntimeError: the installed deep_gemm has none of fp8_gemm_nt": "gemm = None",
+    "fp8_gemm_nt has no parameter recipe": "def fp8_gemm_nt(a, b, out): ...",
+    "relative error of nan": WORKING + "    out.fill_(float('nan'))",
+    "relative error of 0.99": WORKING + "    out.mul_(0.01)",
+}
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Return a function that installs a module ``deep_gemm``, as if there were a GPU for it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)  # to be removed after the test
+    monkeypatch.setattr(DeepGEMM, "refusal", lambda self, form, device: None)
+    caches = choice._first_able, choice._reason_against
+
+    def written(text):
+        (tmp_path / "deep_gemm.py").write_text(text)
+        del sys.modules["deep_gemm"]
+        for cache in caches:
+            cache.cache_clear()
+
+    yield written
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("reason", FAULTS)
+def test_a_library_that_fails_is_named_and_the_next_backend_is_taken(install, caplog, reason):
+    install(FAULTS[reason])
+    with caplog.at_level(logging.INFO):
+        assert require_backend("auto", fp8.BLOCK_FP8, CPU).name == "reference"
+    warning, choice_made = (record.message for record in caplog.records)
+    assert "FP8 backend deep_gemm is not used on cpu: a small product" in warning
+    assert reason in warning
+    assert "backend reference (not deep_gemm: a small product" in choice_made
+    with pytest.raises(ValueError, match="backend 'deep_gemm' can't multiply here") as caught:
+        require_backend("deep_gemm", fp8.BLOCK_FP8, CPU)
+    assert reason in str(caught.value)
+
+
+def test_a_library_that_multiplies_is_taken(install, caplog):
+    install(WORKING)
+    with caplog.at_level(logging.INFO):
+        assert require_backend("auto", fp8.BLOCK_FP8, CPU).name == "deep_gemm"
+        assert require_backend("deep_gemm", fp8.BLOCK_FP8, CPU).name == "deep_gemm"
+    (record,) = caplog.records
+    assert "FP8 on cpu: backend deep_gemm (the first)" in record.message
+
+
+def test_scales_are_given_to_deep_gemm_without_a_copy():
+    a = activations(drawn((8, 300)), fp8.BLOCK_FP8)
+    _, scales = deep_gemm._pair(a)
+    assert scales.data_ptr() == a.scales.data_ptr()
+    assert scales.stride() == (1, 8)
+    _, scales = deep_gemm._pair(activations(drawn((5, 300)), fp8.BLOCK_FP8))
+    assert scales.is_contiguous()  # 5 floats are no multiple of 16 bytes
+    _, scales, _ = scaled_mm.operand(activations(drawn((32, 256)), fp8.BLOCK_FP8))
+    assert scales.stride() == (1, 32)
 
 
 def test_flashinfer_is_called_with_its_layouts(monkeypatch):

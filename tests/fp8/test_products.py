@@ -1,10 +1,13 @@
 """Linear layers and experts in FP8, forward and backward, against float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from primerl import fp8
+from primerl.fp8 import quantization
 from primerl.fp8.linear import linear
 from primerl.fp8.quantization import values_of, weight
 from primerl.parallel.expert_parallel.experts import grouped_matmul
@@ -147,9 +150,85 @@ def test_a_frozen_weight_keeps_no_input():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         y = layer(drawn((5, 96)).requires_grad_())
-    assert kept == [(40, 96)]
+    assert kept == [(96, 40), (6,)]  # the transposed weight and its scales
     y.sum().backward()
     assert layer.weight.grad is None
+
+
+@pytest.fixture
+def quantized(monkeypatch):
+    """Record the shape of each quantized matrix, and whether it and its transpose were asked."""
+    calls = []
+
+    def recorded(x, rows, form, *, straight=True, transposed=False):
+        calls.append((tuple(x.shape), straight, transposed))
+        return quantization.layouts(x, rows, form, straight=straight, transposed=transposed)
+
+    monkeypatch.setattr("primerl.fp8.linear.layouts", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("weight_gradient", ["bf16", "fp8"])
+@pytest.mark.parametrize("form", [fp8.Format.of_blocks(32), fp8.MXFP8], ids=["square", "mxfp8"])
+def test_a_weight_is_quantized_once_for_both_passes_unless_it_is_sharded(
+    quantized, form, weight_gradient
+):
+    x, w = drawn((40, 96)), drawn((64, 96), 1)
+    product = partial(linear, form=form, weight_gradient=weight_gradient, backend="reference")
+    found = []
+    for keep in (True, False):
+        quantized.clear()
+        found.append(gradients(partial(product, keep_weight=keep), x, w))
+        own = [call[1:] for call in quantized if call[0] == (64, 96)]
+        assert own == ([(True, True)] if keep else [(True, False), (False, True)])
+        others = [call[1:] for call in quantized if call[0] != (64, 96)]
+        assert others == [(True, weight_gradient == "fp8")] * 2  # x and dy
+    for kept, again in zip(*found, strict=True):
+        assert torch.equal(kept, again)
+
+
+def step_of_a_fused_optimizer(w):
+    before = w._version
+    w.grad = torch.ones_like(w)
+    torch.optim.AdamW([w], lr=0.1, fused=True).step()
+    if torch.__version__.startswith("2.13"):
+        assert w._version == before  # so nothing may be kept by version
+
+
+def copied(w):
+    with torch.no_grad():
+        w.copy_(2 * w)
+
+
+def written_through_data(w):
+    w.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [step_of_a_fused_optimizer, copied, written_through_data])
+def test_no_quantized_weight_outlives_a_change(change):
+    layer = fp8.Fp8Linear(nn.Linear(96, 40, bias=False), form=fp8.Format.of_blocks(32))
+    x = drawn((5, 96)).requires_grad_()
+    layer(x).sum().backward()
+    change(layer.weight)
+    fresh = nn.Linear(96, 40, bias=False)
+    fresh.load_state_dict(layer.state_dict())
+    fresh = fp8.Fp8Linear(fresh, form=layer.form)
+    (ours,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(fresh(x).square().sum(), x)
+    assert torch.equal(ours, expected)
+    layer.load_state_dict({"weight": drawn((40, 96), 7)})
+    fresh.load_state_dict({"weight": drawn((40, 96), 7)})
+    assert torch.equal(layer(x), fresh(x))
+
+
+def test_a_changed_weight_leaves_the_backward_pass_of_an_earlier_product_as_it_was():
+    layer = fp8.Fp8Linear(nn.Linear(96, 40, bias=False), form=fp8.Format.of_blocks(32))
+    x = drawn((5, 96)).requires_grad_()
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    y = layer(x)
+    copied(layer.weight)
+    (ours,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(ours, expected)
 
 
 def test_a_value_that_is_no_number_reaches_the_loss():

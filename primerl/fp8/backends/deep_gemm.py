@@ -1,6 +1,7 @@
 """Backend for DeepGEMM: block-wise and grouped products, on SM90 and SM100.
 
-Install DeepGEMM from its repository (PyPI's ``deep-gemm`` is a placeholder), or with vLLM.
+Install DeepGEMM from its repository, with vLLM, or as ``sgl-deep-gemm`` if its build fits the
+installed torch (PyPI's ``deep-gemm`` is a placeholder).
 """
 
 import importlib
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from primerl.fp8.backends.interface import check_operands, check_signature
-from primerl.fp8.backends.layouts import grouped_rows, padded
+from primerl.fp8.backends.layouts import grouped_rows, outer_major, padded
 from primerl.fp8.format import Format, Quantized
 
 BLOCK = 128
@@ -44,7 +45,7 @@ class DeepGEMM:
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
         """Compute ``a b^T``."""
         check_operands(a, b)
-        product = _function(_PLAIN)
+        product = _function(_PLAIN, ["recipe", "disable_ue8m0_cast"])
         out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=torch.bfloat16)
         recipe = {"recipe": (1, 1, BLOCK)} if b.rows == 1 else {}
         product(_pair(a), _pair(b), out, **recipe, disable_ue8m0_cast=a.scale == "float32")
@@ -62,7 +63,7 @@ class DeepGEMM:
         scales = own_scales.new_ones(rows, own_scales.shape[1])
         scales[places] = own_scales
         out = values.new_empty(rows, b.values.shape[-2], dtype=torch.bfloat16)
-        product = _function(_GROUPED)
+        product = _function(_GROUPED, ["disable_ue8m0_cast"])
         product(
             (values, scales),
             _pair(b),
@@ -74,16 +75,23 @@ class DeepGEMM:
 
 
 def _pair(quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """Return values, with columns padded to a multiple of 128, and scales in float32."""
-    return padded(quantized.values, columns=BLOCK), quantized.scales.float().contiguous()
+    """Return values, with columns padded to a multiple of 128, and scales in float32.
+
+    DeepGEMM reads scales of 1 x 128 blocks column by column, and copies others. It takes columns
+    that begin at multiples of 16 bytes without a copy.
+    """
+    scales = quantized.scales.float()
+    by_column = quantized.rows == 1 and scales.ndim == 2 and scales.shape[0] % 4 == 0
+    scales = outer_major(scales) if by_column else scales.contiguous()
+    return padded(quantized.values, columns=BLOCK), scales
 
 
-def _function(names: tuple[str, ...]) -> Any:
+def _function(names: tuple[str, ...], parameters: list[str]) -> Any:
     library = importlib.import_module(_MODULE)
     for name in names:
         function = getattr(library, name, None)
         if function is not None:
-            check_signature(function, ["disable_ue8m0_cast"])
+            check_signature(function, parameters)
             return function
     raise RuntimeError(
         f"the installed deep_gemm has none of {', '.join(names)}; use another backend"

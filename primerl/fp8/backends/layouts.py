@@ -16,9 +16,14 @@ def padded(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
     return F.pad(x, more)
 
 
-def outer_major(scales: Float[Tensor, "m k"]) -> Float[Tensor, "m k"]:
-    """Lay out scales of 1 x 128 blocks as cuBLAS requires: strides ``(1, m)``."""
-    return scales.t().contiguous().t()
+def outer_major(scales: Float[Tensor, "m k"], *, rows: int = 1) -> Float[Tensor, "padded k"]:
+    """Lay out scales of 1 x 128 blocks column by column: strides ``(1, m)``.
+
+    ``m`` is first padded to a multiple of ``rows``. Scales from ``quantization.operand`` lie so
+    already, and are only copied to pad them. cuBLAS requires this, with m in fours; DeepGEMM takes
+    it so without a copy.
+    """
+    return padded(scales.t(), columns=rows).t()
 
 
 def k_major(scales: Float[Tensor, "n k"]) -> Float[Tensor, "k4 n"]:

@@ -55,5 +55,5 @@ def operand(quantized: Quantized) -> tuple[Tensor, Tensor, F.ScalingType]:
     values = padded(quantized.values, rows=_ROWS, columns=BLOCK)
     scales = quantized.scales
     if quantized.rows == 1:
-        return values, outer_major(padded(scales, rows=_ROWS)), F.ScalingType.BlockWise1x128
+        return values, outer_major(scales, rows=_ROWS), F.ScalingType.BlockWise1x128
     return values, k_major(scales), F.ScalingType.BlockWise128x128

@@ -1,0 +1,81 @@
+"""Triton's quantization kernel, in a pytest without runtime type checks; its operator."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fp8_inputs import drawn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from primerl import fp8
+from primerl.fp8 import linear as fp8_linear
+from primerl.fp8.quantization import (
+    _layouts,
+    layouts,
+    operand,
+    quantize_blocks,
+    reason_against_triton,
+)
+
+PROGRAM = Path(__file__).parents[1] / "ranks/fp8_kernels.py"
+
+
+def run(**variables):
+    pytest.importorskip("triton")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", PROGRAM],
+        env={**os.environ, **variables},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+    return found.stdout
+
+
+def test_the_interpreted_kernel_gives_the_bits_of_the_reference():
+    assert "23 passed, 8 skipped" in run(TRITON_INTERPRET="1")
+
+
+@pytest.mark.thorough
+def test_the_kernel_compiles_for_hopper_without_spills(tmp_path):
+    assert "8 passed, 23 skipped" in run(TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_tensors_for_the_kernel_and_for_the_reference():
+    assert "Nvidia" in reason_against_triton(drawn((4, 128)), 128)
+    with FakeTensorMode():
+        x, none = torch.empty(4, 128, device="cuda"), torch.empty(0, 128, device="cuda")
+    assert "not 48" in reason_against_triton(x, 48)
+    assert "empty" in reason_against_triton(none, 128)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_operators_follow_the_rules_of_torch(rows):
+    torch.library.opcheck(_layouts, (drawn((40, 24)), rows, 16, "float32", rows == 16, True))
+    form = fp8.Format(block=16, weight_rows=rows)
+    a, b = layouts(drawn((5, 24)), 1, form), layouts(drawn((40, 24)), rows, form)
+    arguments = (*a[:2], *b[:2], rows, 16, rows, "reference", torch.float32)
+    # "test_schema" compares arguments before and after, which torch can't in FP8.
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(fp8_linear._multiply, arguments, test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
+def test_on_a_gpu_the_kernel_gives_the_bits_of_the_reference(scale, dtype):
+    x = (drawn((2, 300, 712)) * torch.exp2(3 * drawn((2, 300, 712), 1))).to("cuda", dtype)
+    for block in (32, 128):
+        form = fp8.Format.of_blocks(block, scale=scale)
+        for rows, matrix in ((1, x[0]), (block, x), (1, x[1].t()), (1, x[0, :1].expand(64, -1))):
+            assert reason_against_triton(matrix, block) is None
+            found = layouts(matrix, rows, form, transposed=True)
+            for one, pair in ((matrix, found[:2]), (matrix.transpose(-1, -2), found[2:])):
+                ours = operand(*pair, rows=rows, block=block)
+                exact = quantize_blocks(one, rows=rows, block=block, scale=scale)
+                assert torch.equal(ours.values.view(torch.uint8), exact.values.view(torch.uint8))
+                assert torch.equal(ours.scales.float(), exact.scales.float())

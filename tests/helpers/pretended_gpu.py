@@ -50,6 +50,11 @@ class OnGPU(torch.Tensor):
     def numpy(self):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
+    def __getitem__(self, index):
+        if isinstance(index, list):
+            index = torch.tensor(index, device=GPU)
+        return super().__getitem__(index)
+
     def __deepcopy__(self, memo):
         return self.detach().clone()
 
@@ -134,7 +139,11 @@ class PretendedGPU(TorchDispatchMode):
             yield
             self.stream = before
 
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: PretendedStream(self))
+        class Stream(PretendedStream):
+            def __init__(stream, device=None):
+                super().__init__(self)
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: PretendedEvent(self))
         monkeypatch.setattr(torch.cuda, "stream", entered)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream)
@@ -158,7 +167,7 @@ class PretendedGPU(TorchDispatchMode):
         to_gpu = any(on_gpu) if target is None else torch.device(target).type != "cpu"
         if packet is aten.copy_:
             to_gpu = on_gpu[0]
-        if not copies and any(on_gpu):
+        if not copies and any(on_gpu) and function.namespace == "aten":
             self._require_one_device(function, args, given)
         inner = lambda x: x.inner if isinstance(x, OnGPU) else x  # noqa: E731
         real_args, real_kwargs = tree_map(inner, (args, kwargs))

@@ -182,7 +182,7 @@ class _Result:
     def __init__(self, tensor: Tensor) -> None:
         # With this key, the detached tensor shares the version of the original.
         key = torch._C.DispatchKey.ADInplaceOrView
-        with torch._C._SetExcludeDispatchKeyGuard(key, False):  # noqa: FBT003
+        with torch._C._SetExcludeDispatchKeyGuard(key, False):
             self._tensor = tensor.detach()
         self._version = self._tensor._version
 

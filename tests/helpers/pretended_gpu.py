@@ -25,7 +25,7 @@ class OnGPU(torch.Tensor):
     """A tensor in host memory that pretends to be on a GPU; torch sees the ``meta`` device."""
 
     @staticmethod
-    def __new__(cls, inner, stream=None, requires_grad=False):  # noqa: ARG004
+    def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -33,10 +33,9 @@ class OnGPU(torch.Tensor):
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
             device="meta",
-            requires_grad=requires_grad,
         )
 
-    def __init__(self, inner, stream=None, requires_grad=False):
+    def __init__(self, inner):
         self.inner = inner
 
     device = property(lambda self: GPU)
@@ -150,7 +149,7 @@ class PretendedGPU(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "synchronize", self.stream.synchronize)
 
     def on_gpu(self, tensor):
-        """Copy a tensor to the GPU. ``tensor.cuda()`` and devices without an index can't be used."""
+        """Copy a tensor to the GPU; ``tensor.cuda()`` and ``to("cuda")`` need a real one."""
         return tensor.to(GPU)
 
     def is_pinned(self, tensor):
@@ -171,17 +170,10 @@ class PretendedGPU(TorchDispatchMode):
             self._require_one_device(function, args, given)
         inner = lambda x: x.inner if isinstance(x, OnGPU) else x  # noqa: E731
         real_args, real_kwargs = tree_map(inner, (args, kwargs))
-        if packet is aten._pin_memory:
-            out = args[0].clone()
-        else:
-            out = function(*real_args, **real_kwargs)
+        copied = packet is aten._pin_memory
+        out = args[0].clone() if copied else function(*real_args, **real_kwargs)
         stream = self.stream if to_gpu or (copies and any(on_gpu)) else self.host
-        across = (
-            copies
-            and any(on_gpu)
-            and not (all(on_gpu) and to_gpu)
-            or (copies and to_gpu and not any(on_gpu))
-        )
+        across = copies and {to_gpu} != set(on_gpu[-1:])
         self._order(function, real_args, real_kwargs, out, stream)
         if across:
             host_side = real_args[packet is aten.copy_] if to_gpu else out

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from tests.helpers.pretended_gpu import PretendedGPU
 
 from primerl import optim
+from tests.helpers.pretended_gpu import PretendedGPU
 
 WEIGHTS = [(8, 12), (12,), (2, 4, 6), (1,), (16, 4)]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.helpers.pretended_gpu import GPU, PretendedGPU
 
 from primerl import loss, packing, parallel, testing
 from primerl.attention import packed
 from primerl.attention.span_kernels import attend_by_span
 from primerl.types import TrainingSample
+from tests.helpers.pretended_gpu import GPU, PretendedGPU
 
 ROOT = Path(__file__).parents[2]
 

@@ -58,7 +58,7 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
         model: a Hugging Face model in training mode, on any device.
         selective: also save the results of matrix products, attention and communication between
             ranks. This takes more memory and leaves little to recompute. Compiled layers are not
-            checkpointed: their compiler saves these results and recomputes the rest by itself.
+            checkpointed: their compiler chooses what to recompute, and may save more.
         every: checkpoint every n-th layer: 2 recomputes every second layer, 3 every third.
         offload: move layers' inputs, and activations outside layers, to pinned host memory on a
             separate stream, and back before they are needed.
@@ -102,7 +102,13 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
 
 @functools.cache
 def _is_kept(operation: Any) -> bool:
-    """Whether selective checkpointing saves the results of an operation."""
+    """Whether selective checkpointing saves the results of an operation.
+
+    It does not if the operation writes into a given tensor, as in compiled code: reusing its result
+    would leave that tensor unwritten.
+    """
+    if operation._schema.is_mutable:
+        return False
     name: str = operation.name()
     # Overloads have a suffix: aten::topk.values
     return name.partition(".")[0] in KEPT_OPERATIONS or name.startswith(KEPT_PREFIXES)

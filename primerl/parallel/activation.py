@@ -110,7 +110,7 @@ def _is_kept(operation: Any) -> bool:
     if operation._schema.is_mutable:
         return False
     name: str = operation.name()
-    # Overloads have a suffix: aten::topk.values
+    # Overloads may have a suffix: aten::mm.dtype
     return name.partition(".")[0] in KEPT_OPERATIONS or name.startswith(KEPT_PREFIXES)
 
 

@@ -139,11 +139,11 @@ def _selective_contexts() -> tuple["_Save", "_Reuse"]:
     return _Save(results), _Reuse(results)
 
 
-class _Save(TorchDispatchMode):
+class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Saves the results of the operations that are not recomputed, in their order."""
 
     def __init__(self, results: deque[tuple[Any, Any]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._results = results
 
     @classmethod
@@ -160,7 +160,7 @@ class _Save(TorchDispatchMode):
         return found
 
 
-class _Reuse(_Save):
+class _Reuse(_Save):  # type: ignore[no-untyped-call]
     """Returns saved results in place of operations; each once, to free its memory early."""
 
     def __torch_dispatch__(

@@ -15,6 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from primerl._common.host_memory import on_host, to_device
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -124,7 +126,7 @@ def lay_out(spans: Spans, device: torch.device | str = "cpu") -> Layout:
 def _dynamic_tensor(x: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
     """Make a tensor on whose length a compiled model does not specialize."""
     with torch.inference_mode(False):  # backward passes can't save inference tensors
-        tensor = torch.from_numpy(x).to(device)
+        tensor = to_device(torch.from_numpy(x), device)
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor
 
@@ -152,6 +154,7 @@ def find_documents(position_ids: Int[Tensor, "*b t"]) -> tuple[Document, ...]:
     """
     if position_ids.numel() == 0:
         raise ValueError("position_ids is empty; expected the positions of at least one token")
+    position_ids = on_host(position_ids)
     if position_ids[..., 0].any():
         raise ValueError(
             "position_ids must begin with 0, because documents are packed whole, one after another"
@@ -213,7 +216,7 @@ def token_positions(
     """Return the position of each query of spans in its document."""
     lengths = np.array([one.end - one.begin for one in spans], int)
     seen = np.array([sum(end - begin for begin, end in one.keys) for one in spans], int)
-    return torch.from_numpy(concatenated(seen - lengths, lengths)).to(device)
+    return to_device(torch.from_numpy(concatenated(seen - lengths, lengths)), device)
 
 
 @once_per_tensor
@@ -226,7 +229,7 @@ def batch_layout(
     positions within each row are consecutive, each row is one document, whatever its first
     position. Otherwise, ``find_documents`` finds the documents.
     """
-    length = position_ids.shape[1]
+    position_ids, length = on_host(position_ids), position_ids.shape[1]
     if length and bool((position_ids.diff() == 1).all()):
         begins = range(0, batch * length, length)
         return lay_out(tuple(Document(begin, begin + length) for begin in begins), device)

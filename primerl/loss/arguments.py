@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from primerl._common.host_memory import together
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -65,9 +67,12 @@ def require_finite(name: str, x: Tensor, rows: Tensor | None = None) -> None:
     """Raise ValueError if a tensor has an infinite or NaN entry, in ``rows`` if given."""
     if torch.compiler.is_compiling():  # the check would break the graph
         return
-    wrong = ~x.isfinite()
-    if rows is not None:
-        wrong = wrong & rows
+    if rows is None:
+        (x,) = together(x)
+        wrong = ~x.isfinite()
+    else:
+        x, rows = together(x, rows)
+        wrong = ~x.isfinite() & rows
     if wrong.any():
         first = tuple(wrong.nonzero()[0].tolist())
         where = ", ".join(map(str, first))

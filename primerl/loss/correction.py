@@ -17,10 +17,10 @@ import math
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from primerl._common.ranks import identity
 from primerl.loss.arguments import checked
 from primerl.loss.ratio import (
     AllSum,
-    identity,
     require_reachable,
     sequence_ratio,
     sequence_sums,

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from primerl._common.host_memory import HostMemory, true_rows
 from primerl.loss.arguments import checked, require_finite
 from primerl.loss.ratio import LOG_RATIO_LIMIT, log_ratio
 
@@ -192,7 +193,7 @@ def token_statistics(
 ) -> dict[str, Tensor]:
     """Sum over the trained tokens of a micro-batch, for ``summarize``; see ``Statistics.add``."""
     require_finite("behavior_logprobs", behavior_logprobs, loss_mask)
-    trained = loss_mask.nonzero().squeeze(1)  # only once: it synchronizes
+    trained = true_rows(loss_mask)
     log_r = log_ratio(logprobs.detach(), behavior_logprobs).index_select(0, trained).double()
     r = log_r.exp()
     kl = _excess(log_r)
@@ -221,7 +222,7 @@ def token_statistics(
 def summarize(totals: Mapping[str, Tensor]) -> dict[str, float]:
     """Compute metrics from the sums of ``token_statistics``; see ``Statistics.summary``."""
     metrics: dict[str, float] = {}
-    for name, sums in ((name, sums.cpu()) for name, sums in totals.items()):
+    for name, sums in HostMemory().copied(totals.items()):
         if name == "kl_by_staleness":
             for staleness, (total, count) in enumerate(sums.tolist()):
                 if count:
@@ -252,7 +253,8 @@ def _edges(device: torch.device) -> Tensor:
 def _histogram(log_r: Tensor) -> Tensor:
     edges = _edges(log_r.device)
     counted = log_r.isfinite().double()  # bucketize puts NaN into the last bin
-    return torch.bincount(torch.bucketize(log_r, edges), counted, minlength=len(edges) + 1)
+    bins = counted.new_zeros(len(edges) + 1)  # unlike bincount, without a wait for the device
+    return bins.index_add_(0, torch.bucketize(log_r, edges), counted)
 
 
 def _quantiles(histogram: Tensor) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from primerl._common.host_memory import together, true_rows
 from primerl.loss.arguments import checked
 from primerl.loss.linear_head_tiles import (
     CHUNK_TOKENS,
@@ -144,7 +145,7 @@ def _operands(
         divisor = divisor.detach().expand(hidden.shape[:1]).contiguous()
     if rows is None:
         return hidden, weight, labels, divisor, None
-    chosen = rows.nonzero().squeeze(1)  # once, because it synchronizes with the device
+    chosen = true_rows(rows)
     hidden, labels = hidden.index_select(0, chosen), labels.index_select(0, chosen)
     divisor = None if divisor is None else divisor.index_select(0, chosen)
     return hidden, weight, labels, divisor, chosen
@@ -283,13 +284,17 @@ def check_values(
     if not isinstance(temperature, int | float | Tensor):
         kind = type(temperature).__name__
         raise ValueError(f"temperature is of type {kind}, expected a number or a torch tensor")
-    outside = (labels < 0) | (labels >= vocabulary)
-    divisor = torch.as_tensor(temperature, device=labels.device)
+    divisor = torch.as_tensor(temperature)
     if divisor.ndim and divisor.shape != labels.shape[:1]:
         raise ValueError(
             f"temperature has shape {tuple(divisor.shape)}, but {name} has shape "
             f"{tuple(labels.shape)}: expected a number, or [t]"
         )
+    if rows is None:
+        labels, divisor = together(labels, divisor)
+    else:
+        labels, divisor, rows = together(labels, divisor, rows)
+    outside = (labels < 0) | (labels >= vocabulary)
     unusable = ~((divisor > 0) & divisor.isfinite())
     if rows is not None:
         outside = outside & (rows if labels.ndim == 1 else as_columns(rows))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from primerl._common.forward_passes import attempt, is_compiled
+from primerl._common.host_memory import true_rows
 from primerl._common.supported_adapters import refuse_virtual_tokens
 from primerl.attention import attend_by_document, require_documents
 from primerl.loss.arguments import checked
@@ -333,7 +334,7 @@ def _selected(
     """Logprobs ``[n, v]``, labels and indices (None for all rows) of the selected rows."""
     chosen = None
     if rows is not None:
-        chosen = rows.nonzero().squeeze(1)
+        chosen = true_rows(rows)
         logits, labels = logits.index_select(0, chosen), labels.index_select(0, chosen)
         if isinstance(temperature, Tensor) and temperature.ndim:
             temperature = temperature.index_select(0, chosen)

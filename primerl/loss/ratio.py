@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from primerl._common.host_memory import known_on_host
+from primerl._common.ranks import identity
 from primerl.loss.arguments import checked, require_finite
 
 LOG_RATIO_LIMIT = 20.0
@@ -19,11 +21,6 @@ Ratio = Callable[[Tensor, Tensor], Tensor]
 
 AllSum = Callable[[Tensor], Tensor]
 """The sum of a tensor over the ranks that share documents, such as ``parallel.all_sum``."""
-
-
-def identity(x: Tensor) -> Tensor:
-    """Return the tensor unchanged: the ``all_sum`` of a rank that shares no documents."""
-    return x
 
 
 def require_reachable(name: str, value: float, *, bound: float, off: str | None) -> None:
@@ -153,7 +150,9 @@ def sequence_sums(
 
     Both results are detached. They are float64, so that the order of summation hardly matters.
     """
-    lowest, highest = sequence_ids.aminmax() if sequence_ids.numel() else (torch.tensor(0),) * 2
+    known = known_on_host(sequence_ids)
+    ids = sequence_ids if known is None else known
+    lowest, highest = ids.aminmax() if ids.numel() else (torch.tensor(0),) * 2
     if lowest < 0 or highest >= MOST_SEQUENCES:
         wrong = int(lowest if lowest < 0 else highest)
         raise ValueError(
@@ -161,7 +160,8 @@ def sequence_sums(
             f"{MOST_SEQUENCES - 1}"
         )
     # Ranks may have different ids; the sum of the sizes that they need is enough for every rank.
-    needed = all_sum(torch.as_tensor(highest, device=x.device).long() + 1)
+    device = highest.device if all_sum is identity else x.device  # of the collective
+    needed = all_sum(torch.as_tensor(highest, device=device).long() + 1)
     if not isinstance(needed, Tensor):
         raise ValueError(f"all_sum returned {needed!r}; expected a tensor, like parallel.all_sum")
     size = max(FEWEST_SEQUENCES, 2 ** int(needed - 1).bit_length())

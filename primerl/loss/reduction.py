@@ -11,8 +11,9 @@ from typing import SupportsFloat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from primerl._common.ranks import identity
 from primerl.loss.arguments import checked
-from primerl.loss.ratio import AllSum, identity, sequence_sums, upcast
+from primerl.loss.ratio import AllSum, sequence_sums, upcast
 
 
 @checked()

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from primerl._common.ranks import identity
 from primerl.loss.arguments import checked, require_finite
 from primerl.loss.ratio import (
     AllSum,
     Ratio,
-    identity,
     limited,
     ratio_by,
     require_reachable,

@@ -1,6 +1,7 @@
 """Optimizer states in host memory, copied to the device part by part during a step."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -140,17 +141,21 @@ class _Copies:
     def __init__(self, parameters: list[Tensor]) -> None:
         self._device = parameters[0].device
         self._cuda = self._device.type == "cuda"
-        self._in, self._out = _stream(self._device), _stream(self._device)
+        self._in: torch.cuda.Stream | None = None
+        self._out: torch.cuda.Stream | None = None
+        if self._cuda:
+            self._in = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._out = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._updates: torch.cuda.Stream | None = None
         """The stream on which the update uses the copied states."""
 
-    def to_device(self) -> torch.cuda.StreamContext:
+    def to_device(self) -> AbstractContextManager[Any]:
         """Return a context in which to copy states to the device."""
         if self._cuda:
             self._updates = torch.cuda.current_stream(self._device)
         return torch.cuda.stream(self._in)
 
-    def to_host(self) -> torch.cuda.StreamContext:
+    def to_host(self) -> AbstractContextManager[Any]:
         """Return a context in which to copy states to the host, after the preceding update."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._device))
@@ -188,7 +193,3 @@ class _Copies:
         local_part(kept).copy_(local_part(value), non_blocking=True)
         if self._out is not None:
             local_part(value).record_stream(self._out)
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float32, Int32, Int64
 from torch import Tensor
 
+from primerl._common.host_memory import to_device
 from primerl.packing.binning import bins
 from primerl.packing.prefixes import family_bins
 from primerl.types import NOT_SAMPLED, TrainingSample
@@ -59,10 +60,8 @@ class PackedBatch:
     n of ``sample_ids``. ``replay.fetch`` reads the routes of this batch's rows."""
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Copy the batch to another device."""
-        moved: dict[str, Any] = {
-            name: x.to(device, non_blocking=True) for name, x in self._tensors().items()
-        }
+        """Copy the batch to another device; the host does not wait for a GPU."""
+        moved: dict[str, Any] = {name: to_device(x, device) for name, x in self._tensors().items()}
         return attrs.evolve(self, **moved)
 
     def split(self, parts: int) -> list["PackedBatch"]:

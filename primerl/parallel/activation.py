@@ -1,7 +1,9 @@
 """Activation checkpointing, full or selective, with optional offloading to host memory."""
 
+import functools
 import inspect
-from functools import partial
+from collections import deque
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -9,13 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
-from primerl._common.forward_passes import place_on_host, recomputation_method
+from primerl._common.forward_passes import is_compiled, place_on_host, recomputation_method
 from primerl._common.supported_adapters import refuse_virtual_tokens
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,7 +57,8 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     Args:
         model: a Hugging Face model in training mode, on any device.
         selective: also save the results of matrix products, attention and communication between
-            ranks. This takes more memory and leaves little to recompute.
+            ranks. This takes more memory and leaves little to recompute. Compiled layers are not
+            checkpointed: their compiler chooses what to recompute, and may save more.
         every: checkpoint every n-th layer: 2 recomputes every second layer, 3 every third.
         offload: move layers' inputs, and activations outside layers, to pinned host memory on a
             separate stream, and back before they are needed.
@@ -84,7 +85,7 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
         )
     arguments: dict[str, Any] = {"use_reentrant": False}
     if selective:
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        arguments["context_fn"] = _selective_contexts
         if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
             # From torch 2.14 on: keep the saved results on the device, even with ``offload``.
             arguments["respect_saved_tensors_hooks"] = False
@@ -92,16 +93,113 @@ def recompute(model: M, *, selective: bool = False, every: int = 1, offload: boo
     if layers and "every_n_layers" not in inspect.signature(enable).parameters:
         raise ValueError(f"every is {every}, but this version of transformers only supports 1")
     enable(arguments, **layers)
+    if selective:
+        model.register_forward_pre_hook(_leave_to_compilers(model))
     if offload:
         _Offloading().attach(model)
     return model
 
 
-def _policy(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    name = operation.name()
-    # Overloads have a suffix: aten::topk.values
-    kept = name.partition(".")[0] in KEPT_OPERATIONS or name.startswith(KEPT_PREFIXES)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+@functools.cache
+def _is_kept(operation: Any) -> bool:
+    """Whether selective checkpointing saves the results of an operation.
+
+    It does not if the operation writes into a given tensor, as in compiled code: reusing its result
+    would leave that tensor unwritten.
+    """
+    if operation._schema.is_mutable:
+        return False
+    name: str = operation.name()
+    # Overloads may have a suffix: aten::mm.dtype
+    return name.partition(".")[0] in KEPT_OPERATIONS or name.startswith(KEPT_PREFIXES)
+
+
+def _leave_to_compilers(model: nn.Module) -> Callable[..., None]:
+    """Return a hook that stops checkpointing of layers once they are compiled.
+
+    Around a compiled layer, checkpointing would run all of its kernels again, products included.
+    """
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
+    def leave(*_: Any) -> None:
+        for layer in layers:
+            if is_compiled(layer):
+                layer.gradient_checkpointing = False
+
+    return leave
+
+
+def _selective_contexts() -> tuple["_Save", "_Reuse"]:
+    """Return the contexts of a layer's forward pass and of its recomputation.
+
+    They do what ``create_selective_checkpoint_contexts`` does, in a third of the host's time: on a
+    GPU, many small operations would otherwise wait for the host.
+    """
+    results: deque[tuple[Any, Any]] = deque()
+    return _Save(results), _Reuse(results)
+
+
+class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves the results of the operations that are not recomputed, in their order."""
+
+    def __init__(self, results: deque[tuple[Any, Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let operations compile their own kernels, as flex attention does."""
+        return True
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = operation(*args, **kwargs) if kwargs else operation(*args)
+        if _is_kept(operation):
+            self._results.append((operation, tree_map_only(Tensor, _Result, found)))
+        return found
+
+
+class _Reuse(_Save):  # type: ignore[no-untyped-call]
+    """Returns saved results in place of operations; each once, to free its memory early."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_kept(operation):
+            return operation(*args, **kwargs) if kwargs else operation(*args)
+        if not self._results:
+            raise RuntimeError(
+                f"{operation} was not saved in the forward pass, or a backward pass has already "
+                "used it; selective recomputation allows one backward pass"
+            )
+        saved, found = self._results.popleft()
+        if saved is not operation:
+            raise RuntimeError(
+                f"the layer recomputes {operation} where its forward pass computed {saved}; "
+                "selective recomputation needs the same operations in both"
+            )
+        return tree_map_only(_Result, _Result.value, found)
+
+
+class _Result:
+    """A saved result, without its graph."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # With this key, the detached tensor shares the version of the original.
+        key = torch._C.DispatchKey.ADInplaceOrView
+        with torch._C._SetExcludeDispatchKeyGuard(key, False):
+            self._tensor = tensor.detach()
+        self._version = self._tensor._version
+
+    def value(self) -> Tensor:
+        """Return the tensor; raise RuntimeError if it was modified in place."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "a layer modifies the result of a product or of attention in place; selective "
+                "recomputation can't save it: use parallel.recompute(model)"
+            )
+        return self._tensor
 
 
 class _Kept:

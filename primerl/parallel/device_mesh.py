@@ -1,10 +1,14 @@
 """The device mesh: the groups of ranks that share parameters, experts and documents."""
 
+from collections.abc import Callable
+
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from primerl._common.ranks import identity
 
 LAYOUT = "world = replicate * fsdp * cp, and ep divides fsdp * cp"
 
@@ -55,13 +59,15 @@ class Mesh:
         """Process group among which a micro-batch is divided; None without context parallelism."""
         return self.documents.get_group("context") if self.documents and self.cp > 1 else None
 
-    def context_sum(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over the ranks that share documents, without gradient.
+    @property
+    def context_sum(self) -> Callable[[Tensor], Tensor]:
+        """Function that sums a tensor over the ranks that share documents, without gradient.
 
-        Pass this method as ``all_sum`` to losses over whole sequences, such as ``loss.gspo``.
+        Pass it as ``all_sum`` to losses over whole sequences, such as ``loss.gspo``.
         """
-        if self.context_group is None:
-            return x
+        return identity if self.context_group is None else self._sum_in_context
+
+    def _sum_in_context(self, x: Tensor) -> Tensor:
         total = x.detach().clone()
         dist.all_reduce(total, group=self.context_group)
         return total

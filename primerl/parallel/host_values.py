@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primerl._common.host_memory import HostMemory
 from primerl._common.progress import report
 from primerl._common.ranks import on_first_rank
 from primerl._common.waiting import wait_for_first
@@ -102,7 +103,10 @@ def gather(
     Raises:
         ValueError: ranks have different numbers of micro-batches.
     """
-    mine = [{name: value.detach().cpu() for name, value in one.items()} for one in rows]
+    mine: list[dict[str, Tensor]] = [{} for _ in rows]
+    values = (((n, name), x.detach()) for n, one in enumerate(rows) for name, x in one.items())
+    for (n, name), value in HostMemory().copied(values):  # waits for a GPU once
+        mine[n][name] = value
     if not dist.is_initialized():
         return [mine]
     header, body = _encode(mine)

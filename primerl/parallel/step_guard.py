@@ -61,7 +61,10 @@ class UpdateGuard:
         Raises:
             RuntimeError: on every rank, if a value is not finite and the run must stop.
         """
-        wrong = [not _is_finite(loss), not _is_finite(grad_norm)]
+        finite = [_is_finite(loss), _is_finite(grad_norm)]
+        if finite[0].device == finite[1].device:
+            finite = list(torch.stack(finite).cpu())  # so the host waits for the device only once
+        wrong = [not one for one in finite]
         losses, norms = all_sum(torch.tensor(wrong, dtype=torch.int64)).tolist()
         if losses == norms == 0:
             self._in_a_row = 0
@@ -77,6 +80,6 @@ class UpdateGuard:
         return False
 
 
-def _is_finite(x: Tensor | float) -> bool:
+def _is_finite(x: Tensor | float) -> Tensor:
     value = x.full_tensor() if isinstance(x, DTensor) else torch.as_tensor(x)
-    return bool(value.isfinite().all())
+    return value.isfinite().all()

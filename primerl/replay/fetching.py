@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int16, Int64
 from torch import Tensor
 
+from primerl._common.host_memory import on_host, to_device
 from primerl.replay.forcing import RouteCounts
 from primerl.replay.recordings import RecordedRoutes
 from primerl.replay.references import decode_inline, is_inline, parse_inline, read
@@ -78,8 +79,8 @@ def batch_rows(
         return None
     if batch.sample_ids is None:
         raise ValueError("a batch has routes, but no sample_ids; pass batches from packing.pack")
-    sample_ids = batch.sample_ids.numpy(force=True)
-    position_ids = batch.position_ids.numpy(force=True)
+    sample_ids = on_host(batch.sample_ids).numpy()
+    position_ids = on_host(batch.position_ids).numpy()
     runs = _runs(sample_ids, position_ids, json.loads(batch.routes))
     rows = _inline_rows([run for run in runs if run.is_inline], len(sample_ids))
     rest = runs if rows is None else [run for run in runs if not run.is_inline]
@@ -98,11 +99,7 @@ def batch_rows(
                 counts.add_lost()
     if rows is None:
         return None
-    on_host = torch.from_numpy(rows)
-    device = batch.position_ids.device
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)
+    return to_device(torch.from_numpy(rows), batch.position_ids.device)
 
 
 def recorded_routes(references: Sequence[str], *, span: tuple[int, int]) -> list[RecordedRoutes]:

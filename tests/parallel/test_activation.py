@@ -101,6 +101,38 @@ def test_selective_recomputation_repeats_no_product_no_attention_and_no_choice_o
     assert plain["aten::silu"] < selective["aten::silu"]
 
 
+def test_every_operator_of_ours_is_kept_whatever_its_name():
+    @torch.library.custom_op("primerl::attend_some_day", mutates_args=())
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    assert activation._is_kept(torch.ops.primerl.attend_some_day.default)
+    assert activation._is_kept(torch.ops.aten.topk.default)
+    assert not activation._is_kept(torch.ops.aten.silu.default)
+    assert not activation._is_kept(torch.ops.aten.mm.out)  # as in compiled code
+
+
+def test_selective_recomputation_refuses_results_that_a_layer_modifies():
+    def layer(x, w):
+        return (x @ w).mul_(2).exp()
+
+    x, w = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+    how = {"use_reentrant": False, "context_fn": activation._selective_contexts}
+    found = torch.utils.checkpoint.checkpoint(layer, x, w, **how)
+
+    with pytest.raises(RuntimeError, match="in place"):
+        found.sum().backward()
+
+
+def test_selective_recomputation_allows_one_backward_pass():
+    model = parallel.recompute(testing.tiny_model("llama"), selective=True)
+    value = loss.model_logprobs(model, IDS, POSITIONS, IDS.roll(-1)).sum()
+    value.backward(retain_graph=True)
+
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        value.backward()
+
+
 def test_code_can_detect_recomputation():
     model = parallel.recompute(testing.tiny_model("llama"))
     seen = []

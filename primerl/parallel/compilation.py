@@ -17,7 +17,7 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 def compile_layers(model: Any) -> None:
     """Compile each layer of a Hugging Face model's decoder, for packs of any lengths.
 
-    Call it last: recompute -> shard -> compile. The first step takes longer, by tens of seconds.
+    Call it last: recompute -> shard -> compile. The first step takes longer.
     Compiled code is kept in ``~/.cache/primerl/compiled`` (below ``XDG_CACHE_HOME``, if that is
     set), so that the first steps of resumed runs, and of other runs of equal layers, are short. The
     folder has a part for each version of torch and kind of machine. ``TORCHINDUCTOR_CACHE_DIR``
@@ -27,15 +27,23 @@ def compile_layers(model: Any) -> None:
     Args:
         model: the model; modified in place.
     """
-    if VARIABLE not in os.environ:
-        folder = cache_folder()
-        if folder is not None:
-            os.environ[VARIABLE] = str(folder)
-    report(
-        "compile", f"compiled layers are kept in {os.environ.get(VARIABLE, 'the default cache')}"
-    )
+    folder = choose_cache() or "torch's default folder"
+    report("compile", f"the first step compiles layers, or finds them in {folder}")
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True)
+
+
+def choose_cache() -> str | None:
+    """Make torch keep compiled code in this user's folder, unless another one has been chosen.
+
+    Returns the folder; None if torch chooses it.
+    """
+    if VARIABLE not in os.environ:
+        folder = cache_folder()
+        if folder is None:
+            return None
+        os.environ[VARIABLE] = str(folder)
+    return os.environ[VARIABLE]
 
 
 def cache_folder() -> Path | None:

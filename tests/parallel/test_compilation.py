@@ -1,7 +1,8 @@
-"""Where compiled layers are kept; no layer is compiled here."""
+"""Where compiled layers are kept."""
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,25 +18,19 @@ def _cache_home(monkeypatch, tmp_path):
     monkeypatch.delenv(compilation.VARIABLE)
 
 
-def test_layers_are_compiled_into_the_users_own_folder(tmp_path):
-    model = testing.tiny_model("qwen3")
+def test_compiled_code_is_kept_in_the_users_own_folder(tmp_path):
+    folder = Path(compilation.choose_cache())
 
-    parallel.compile_layers(model)
-
-    folder = compilation.cache_folder()
     assert os.environ[compilation.VARIABLE] == str(folder)
     assert folder.parent == tmp_path / "primerl/compiled"
     assert folder.name.startswith(f"torch-{torch.__version__}-")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
-    assert model._compiled_call_impl is None
 
 
 def test_a_folder_that_was_chosen_is_kept(monkeypatch):
     monkeypatch.setenv(compilation.VARIABLE, "/elsewhere")
 
-    parallel.compile_layers(testing.tiny_model("qwen3"))
-
+    assert compilation.choose_cache() == "/elsewhere"
     assert os.environ[compilation.VARIABLE] == "/elsewhere"
 
 
@@ -44,9 +39,20 @@ def test_a_folder_that_others_can_write_to_is_not_used(mode):
     """Its files are pickles: who writes one could run code."""
     compilation.cache_folder().chmod(mode)
 
-    assert compilation.cache_folder() is None
-    parallel.compile_layers(testing.tiny_model("qwen3"))
+    assert compilation.choose_cache() is None
     assert compilation.VARIABLE not in os.environ
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("default")  # torch emits warnings while its compiler is imported
+def test_each_layer_is_compiled_and_the_head_is_not():
+    model = testing.tiny_model("qwen3")
+
+    parallel.compile_layers(model)
+
+    assert compilation.VARIABLE in os.environ
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+    assert not any(part._compiled_call_impl for part in (model, model.model, model.lm_head))
 
 
 def test_without_a_folder_torch_keeps_its_own(monkeypatch, tmp_path):

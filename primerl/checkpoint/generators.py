@@ -22,7 +22,7 @@ def generator_states() -> dict[str, Tensor | str]:
         "numpy": json.dumps([kind, [int(x) for x in key], position, has_gauss, gauss]),
         "python": json.dumps(random.getstate()),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

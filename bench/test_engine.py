@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 
-from primerl import rollout, testing
+from primerl import rollout, testing, weights
 from primerl.types import SamplingParams
 
 CUDA = torch.cuda.is_available()
@@ -153,3 +153,15 @@ def test_the_start_on_a_gpu(benchmark):
             sample(engine, [[5, 6]], 1)
 
     benchmark.pedantic(start, rounds=2)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU")
+def test_publishing_on_a_gpu(benchmark):
+    """A new version in the engine of the same process, from the trainer's float32 weights."""
+    benchmark.group = "publication to the engine, Qwen3-0.6B's shape"
+    model = testing.tiny_model("qwen3", **QWEN).to(DEVICE)
+    versions = iter(range(1, 100))
+    with rollout.TransformersEngine(model, dtype=torch.bfloat16) as engine:
+        transport = weights.transport_to(model, engine)
+        sample(engine, [[5, 6]], 1)
+        benchmark.pedantic(lambda: transport.publish(next(versions)), rounds=5, warmup_rounds=1)

@@ -5,7 +5,7 @@
 
 A step is ``model_logprobs``, ``dppo``, backward, clipping and AdamW on one micro-batch. All tokens
 but the first of each document are trained. The model has random weights: on a CPU it is a toy, on a
-GPU it has the shape of Qwen3-0.6B in bfloat16.
+GPU it has the shape of Qwen3-0.6B, or of the layers of Qwen3-30B-A3B, in bfloat16.
 
     MFU = FLOPs / (seconds * peak)
     ours:      primerl.flops.training(config, lengths): three forward passes, causal pairs within
@@ -20,12 +20,18 @@ or selective. STEP_COMPILE=0 turns off compilation of the layers. Compiled layer
 before the clock starts.
 
 The second benchmark trains two equal models in turn, one with compiled layers, on the same
-STEP_PACKS (default 50) packs of documents with lognormal lengths (sigma 1). It counts compilations.
+STEP_PACKS (default 50, on a GPU 10) packs of documents with lognormal lengths (sigma 1). It counts
+compilations. The third runs ``recipes/sft.py`` in its own process, and compares its tokens per
+second with those of a step here on an equal pack. The goal on a GPU is within 5%.
 """
 
+import json
 import os
 import statistics
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,27 +68,53 @@ SHAPES = {
         "head_dim": 128,
         "vocab_size": 151_936,
     },
+    "Qwen3-30B-A3B-4-layers": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+    },
+    "toy-experts": {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 2048,
+    },
 }
-TOY = [("toy", [512]), ("toy", [230, 120, 64, 64, 20, 14])]
+TOY = [("toy", [512]), ("toy", [230, 120, 64, 64, 20, 14]), ("toy-experts", [512])]
 REAL = [
     ("Qwen3-0.6B", [16_384]),
-    ("Qwen3-0.6B", [65_536]),
     ("Qwen3-0.6B", [30_000, 16_000, 8_000, 6_000, 3_000, 2_536]),
+    ("Qwen3-0.6B", [65_536]),
+    ("Qwen3-30B-A3B-4-layers", [16_384]),
 ]
+LONG = 32_768  # tokens of a pack from which on activations are recomputed, and fewer steps timed
 # Bfloat16 without sparsity, from NVIDIA's data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12}
 
 
-PACKS = int(os.environ.get("STEP_PACKS", 50))
+PACKS = int(os.environ.get("STEP_PACKS", 10 if GPU else 50))
 
 
 def build(shape, tokens, *, compiled=COMPILE):
-    config = transformers.Qwen3Config(
-        **SHAPES[shape], max_position_embeddings=tokens, tie_word_embeddings=True
+    family = "qwen3_moe" if "num_experts" in SHAPES[shape] else "qwen3"
+    config = transformers.AutoConfig.for_model(
+        family, **SHAPES[shape], max_position_embeddings=tokens, tie_word_embeddings=True
     )
     with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-    how = RECOMPUTE or ("full" if tokens > 32_768 else "none")
+    how = RECOMPUTE or ("full" if tokens > LONG else "none")
     if how != "none":
         parallel.recompute(model, selective=how == "selective")
     if compiled:
@@ -155,18 +187,20 @@ def attention_of(config, b):
 
 @pytest.mark.benchmark(group="train step", warmup=False)
 @pytest.mark.parametrize(
-    ("shape", "lengths"), TOY + (REAL if GPU else []), ids=lambda x: str(x).replace(" ", "")
+    ("shape", "lengths"), REAL if GPU else TOY, ids=lambda x: str(x).replace(" ", "")
 )
 def test_model_flop_utilisation(benchmark, shape, lengths):
     tokens = sum(lengths)
+    torch.compiler.reset()  # else layers of another shape would count as recompilations
     model, how = build(shape, tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     b = batch_of(lengths, SHAPES[shape]["vocab_size"])
-    for _ in range(3 if GPU else 1):
+    for _ in range(2 if GPU else 1):
         step(model, optimizer, b)
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    benchmark.pedantic(step, args=(model, optimizer, b), rounds=ROUNDS, iterations=1)
+    rounds = 4 if tokens > LONG else ROUNDS
+    benchmark.pedantic(step, args=(model, optimizer, b), rounds=rounds, iterations=1)
     seconds = statistics.median(benchmark.stats.stats.data)
     per_second, source = peak()
     ours = float(flops.training(model.config, lengths).sum())
@@ -184,8 +218,8 @@ def test_model_flop_utilisation(benchmark, shape, lengths):
     benchmark.extra_info.update(row)
     print(f"\n{shape} {lengths}: {seconds:.3f} s, {row}")
     assert 0 < row["mfu"] < 1
-    if shape != "toy" and source == "stated":
-        assert row["mfu"] >= (0.5 if tokens > 32_768 else 0.4)
+    if shape == "Qwen3-0.6B" and source == "stated":
+        assert row["mfu"] >= (0.45 if len(lengths) == 1 else 0.40)
 
 
 def lognormal_packs(count, tokens, vocabulary):
@@ -236,3 +270,76 @@ def test_compiled_layers_over_varied_lengths(benchmark):
     benchmark.extra_info.update(row)
     print(f"\n{shape}, {PACKS} packs of up to {tokens} tokens, eager over compiled: {row}")
     assert compilations <= 2
+
+
+def model_folder(folder, shape):
+    """Write a model of a shape and a tokenizer for chats."""
+    from primerl import testing
+
+    with torch.device(DEVICE):
+        model = testing.tiny_model(
+            "qwen3", **SHAPES[shape], max_position_embeddings=8192, tie_word_embeddings=True
+        )
+    return testing.save_once(
+        model.to(torch.bfloat16), folder / "model", tokenizer=testing.chat_tokenizer()
+    )
+
+
+def recipe_step_s(folder, model, *, length, steps):
+    """Return the median time of a step of ``recipes/sft.py`` after the first three, and its tokens.
+
+    A step is one pack of four conversations of ``length`` tokens each. The recipe is killed after
+    its last step, before it writes a checkpoint.
+    """
+    reply = {"role": "assistant", "content": "a b c d " * length}
+    conversation = {"messages": [{"role": "user", "content": "?"}, reply]}
+    (folder / "chats.jsonl").write_text((json.dumps(conversation) + "\n") * 8, encoding="utf-8")
+    recipe = Path(__file__).parents[1] / "recipes/sft.py"
+    command = [sys.executable, recipe, "--model", model, "--data", folder / "chats.jsonl"]
+    command += ["--run-dir", folder / "run", "--steps", 1000, "--warmup", 0, "--lr", 1e-6]
+    command += ["--batch-size", 4, "--max-tokens", length, "--too-long", "cut"]
+    command += ["--pack-tokens", 4 * length, "--eval-every", 0, "--save-every", 0]
+    command += ["--dtype", str(DTYPE).removeprefix("torch."), *(["--compile"] if COMPILE else [])]
+    metrics, log = folder / "run/metrics.jsonl", folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen([*map(str, command)], stdout=output, stderr=output)
+    try:
+        lines = []
+        deadline = time.monotonic() + 600
+        while len(lines) < steps:
+            said = log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            assert process.poll() is None, said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+            if metrics.exists():
+                lines = [
+                    one for one in metrics.read_text().splitlines(keepends=True) if one[-1:] == "\n"
+                ]
+    finally:
+        process.kill()
+        process.wait(60)
+    found = [json.loads(line) for line in lines[3:]]
+    return statistics.median(one["step_s"] for one in found), found[0]["tokens"]
+
+
+@pytest.mark.filterwarnings("default")  # torch emits warnings while it traces
+@pytest.mark.benchmark(group="recipes/sft.py and its step alone", warmup=False)
+def test_the_recipe_trains_as_fast(benchmark, tmp_path):
+    shape, length, steps = ("Qwen3-0.6B", 4096, 15) if GPU else ("toy", 128, 8)
+    recipe_s, tokens = recipe_step_s(
+        tmp_path, model_folder(tmp_path, shape), length=length, steps=steps
+    )
+    assert tokens == 4 * length
+    torch.compiler.reset()
+    model, _ = build(shape, 4 * length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    b = batch_of([length] * 4, SHAPES[shape]["vocab_size"])
+    for _ in range(2):
+        step(model, optimizer, b)
+    benchmark.pedantic(step, args=(model, optimizer, b), rounds=ROUNDS, iterations=1)
+    seconds = statistics.median(benchmark.stats.stats.data)
+    row = {"recipe_speed": seconds / recipe_s, "recipe_tokens_per_s": round(tokens / recipe_s)}
+    benchmark.extra_info.update(row)
+    print(f"\n{shape}, 4 conversations of {length} tokens: {seconds:.3f} s alone, {row}")
+    if GPU:
+        assert row["recipe_speed"] >= 0.95

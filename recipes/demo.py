@@ -11,7 +11,8 @@ GRPO. On two CPU cores, exact match on 256 held-out words rises from below 0.5 t
 a few minutes. ``--permute-rewards`` is the control experiment, in which nothing is learned.
 ``--record`` saves the groups that were trained on. ``--groups`` trains on them again with the same
 losses, also under torchrun. ``--replay --engine-dtype bfloat16`` replays the sampler's routes
-in the trainer and reports how much they change the mismatch.
+in the trainer and reports how much they change the mismatch. All ranks are CPU processes, whether
+or not there is a GPU.
 """
 
 import contextlib
@@ -186,7 +187,7 @@ def main(args: Args) -> None:
     if args.replay and (args.record or args.groups):
         raise ValueError("recorded groups have no expert routes; remove --replay")
     torch.set_num_threads(1)  # the trainer and the engine use one thread each
-    world = parallel.process_group()
+    world = parallel.process_group(device="cpu")  # the model is too small for a GPU
     recorded = rollout.load_groups(args.groups)[: args.steps] if args.groups else []
     steps = len(recorded) if args.groups else args.steps
     tasks = [{"id": word, "prompt": f"{word}>", "answer": word[::-1]} for word in testing.words()]

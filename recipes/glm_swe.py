@@ -67,6 +67,8 @@ class Args:
     model: str | None = "taught:glm4_moe"
     #: folder of recipes/configs with the model's configuration, for --dry-run without its files
     config: str | None = None
+    #: where the ranks of this host train: "cpu", or "auto" for one GPU each, if there are any
+    device: Literal["auto", "cpu"] = "cpu"
     #: number of policy steps
     steps: int = attrs.field(default=20, validator=number(at_least=1))
     #: seed of a tiny model's weights and of sampling in this process
@@ -189,6 +191,7 @@ SCALES = {
     "laptop": Args(
         scale="laptop",
         model=None,  # pass --model
+        device="auto",
         lr=1e-4,
         env_config={},
         context=1024,
@@ -205,6 +208,7 @@ SCALES = {
     ),
     "8xh200": Args(
         scale="8xh200",
+        device="auto",
         model="zai-org/GLM-4.7-Flash",
         config="glm47_flash",
         lr=1e-6,
@@ -226,6 +230,7 @@ SCALES = {
     ),
     "glm5": Args(
         scale="glm5",
+        device="auto",
         model="zai-org/GLM-5",
         config="glm5",
         lr=1e-6,
@@ -394,7 +399,7 @@ def start_server(
 
 
 @contextlib.contextmanager
-def open_engine(args: Args, model: str) -> Iterator[Any]:
+def open_engine(args: Args, model: str, *, device: Any = "cpu") -> Iterator[Any]:
     """Open the sampling engine. It uses the trainer's FP8 format, and records expert routes."""
     with contextlib.ExitStack() as stack:
         routes = None
@@ -437,7 +442,7 @@ def open_engine(args: Args, model: str) -> Iterator[Any]:
             sampler, _ = models.load_pretrained(model)
             yield stack.enter_context(
                 rollout.TransformersEngine(
-                    sampler,
+                    sampler.to(device),
                     dtype=getattr(torch, args.dtype),
                     prepare=functools.partial(multiply_in_fp8, form=fp8_format(args)),
                     cache_tokens=4 * args.context,
@@ -627,15 +632,17 @@ def main(args: Args) -> None:
             raise SystemExit(f"glm_swe.py: {error}") from None
         print(found.text())
         raise SystemExit(1 if found.refusal else 0)
-    world = parallel.process_group(seed=args.seed, grace_s=args.grace_s)
+    world = parallel.process_group(device=args.device, seed=args.seed, grace_s=args.grace_s)
     sinks = []
     if world.is_first:
         sinks = [track.LiveView("GLM SWE", steps=args.steps), track.wandb_sink(args.wandb, args)]
-    parallel.configure_cpu()
+    parallel.configure_cpu(world.device)
     if world.is_first:
         flagship = attrs.evolve(
             SCALES["glm5"], steps=args.steps, run_dir=args.run_dir, resume=args.resume
         )
+        if args.device == "cpu":
+            print(f"{world.world_size} ranks train on the CPU; --device auto would use a GPU each")
         print(planning.differences(args, flagship, names=("here", "at glm5")))
     folder = model_folder(args)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -656,7 +663,7 @@ def main(args: Args) -> None:
     run = track.IdleRun()
     opened_engine = contextlib.nullcontext()
     if world.is_first:
-        opened_engine = open_engine(args, folder)
+        opened_engine = open_engine(args, folder, device=world.device)
         run = track.Run(
             args.resume or args.run_dir,
             args=args,

@@ -102,7 +102,7 @@ class Args:
     lora_rank: int = attrs.field(default=0, validator=number(at_least=0))
     #: recompute activations in the backward pass instead of storing them
     recompute: bool = False
-    #: compile the layers
+    #: compile the layers; later runs reuse the compiled code
     compile: bool = False
     #: expert parallelism: number of ranks that share the experts of each layer
     ep: int = attrs.field(default=1, validator=number(at_least=1))
@@ -362,8 +362,7 @@ def main(args: Args) -> None:
             parallel.recompute(model.train())
         parallel.shard(model, mesh, dtype=getattr(torch, args.dtype))
         if args.compile:
-            for layer in model.get_decoder().layers:
-                layer.compile(dynamic=True)
+            parallel.compile_layers(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0, fused=True)
         guard = parallel.UpdateGuard(on_nonfinite="skip")

@@ -4,9 +4,11 @@
 
 The script needs no network and installs nothing: it uses the Python that runs it, and the package
 from the source tree that contains it. It names missing packages first, and skips what needs them,
-with the reason. Each file runs in its own process, so that a GPU error ends no other file. A test
-that takes too long is killed, and its file continues after it. When the time is up, the remaining
-tests are listed as not run. The report is rewritten after each file, as Markdown and as JSON.
+with the reason. The files of a group run in one process, because its imports take seconds. After a
+GPU error, or when a test ends the process or takes too long and is killed, the remaining tests run
+in new processes, one for each file. Groups run in order of their importance. When the time is up,
+the remaining tests are listed as not run. The report is rewritten after each process, as Markdown
+and as JSON. It ends with a row for the table of GPU runs in docs/verified.md.
 """
 
 import argparse
@@ -24,33 +26,68 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Benchmarks that measure something different on a GPU than on a CPU, in order of duration.
-BENCHMARKS = [
-    "test_engine.py",
-    "test_linear_logprobs.py",
-    "test_activations.py",
-    "test_train_step.py",
-    "test_fp8.py",
-]
-BENCHMARK_S = 150.0
+RECIPES = ROOT / "tests/recipes/test_on_a_gpu.py"  # lines of the README and of recipes
+# Benchmarks that measure something different on a GPU than on a CPU, before and after the recipes.
+BENCHMARKS = (
+    ["test_train_step.py", "test_linear_logprobs.py", "test_fp8.py"],
+    ["test_activations.py", "test_engine.py"],
+)
+BENCHMARK_S = 150.0  # timeout of one benchmark, or of one recipe
 NO_TESTS = 5  # pytest's exit code if it collects no tests
 STARTING_S = 120.0  # timeout of a file's imports, on a machine that has just started
 REPORTED = ["torch", "transformers", "vllm", "triton", "numpy"]
 TEST_PACKAGES = ["pytest", "pytest-benchmark", "hypothesis", "beartype"]
 Result = dict[str, Any]
+# The figures of a row of docs/verified.md: the column, and for each number the end of the
+# benchmark's name, and what it measured.
+STEP = "test_model_flop_utilisation[Qwen3-0.6B-["
+HEAD = "test_forward_and_backward[4096x1024-"
+COLUMNS = {
+    "MFU at 16k, 64k, mixed": [
+        (f"{STEP}16384]]", "mfu"),
+        (f"{STEP}65536]]", "mfu"),
+        (f"{STEP}30000,16000,8000,6000,3000,2536]]", "mfu"),
+    ],
+    "MFU, experts": [("[Qwen3-30B-A3B-4-layers-[16384]]", "mfu")],
+    "LM head / logits: all, entropy, a quarter": [
+        (f"{HEAD}ours-with_logits]", "ratio"),
+        (f"{HEAD}ours_and_entropy-with_logits_and_entropy]", "ratio"),
+        (f"{HEAD}ours_of_a_quarter-with_logits]", "ratio"),
+    ],
+    "FP8 / bf16": [("test_a_layer[MLP, 8192 tokens]", "with backward")],
+    "time recomputed / kept: full, selective": [
+        ("test_recomputation[full]", "time"),
+        ("test_recomputation[selective]", "time"),
+    ],
+    "sft.py / its step": [("test_the_recipe_trains_as_fast", "recipe_speed")],
+    "engine, ms a step: 1, 32 requests": [
+        ("test_tokens_per_second_on_a_gpu[1]", "ms a step"),
+        ("test_tokens_per_second_on_a_gpu[32]", "ms a step"),
+    ],
+}
 
 
-def gpu_files() -> list[Path]:
-    """Return the test files with tests marked ``gpu``, then the benchmarks."""
+def gpu_groups() -> list[list[Path]]:
+    """Return groups of files, the most important first; each group runs in one process.
+
+    First come the tests marked ``gpu``, then benchmarks and recipes.
+    """
     tests = ROOT.glob("tests/**/test_*.py")
     marked = sorted(path for path in tests if "@pytest.mark.gpu" in path.read_text())
-    return [*marked, *(ROOT / "bench" / name for name in BENCHMARKS)]
+    first, last = ([ROOT / "bench" / name for name in names] for names in BENCHMARKS)
+    return [[path for path in marked if path != RECIPES], first, [RECIPES], last]
+
+
+def grouped(files: list[Path]) -> list[list[Path]]:
+    """Divide files into groups that can run in one process: tests, then benchmarks."""
+    tests = [path for path in files if not is_benchmark(path)]
+    return [group for group in (tests, [*filter(is_benchmark, files)]) if group]
 
 
 def version(package: str) -> str | None:
@@ -107,18 +144,17 @@ def provenance(commit: str) -> dict[str, Any]:
     }
 
 
-def pytest_command(path: Path, tests: list[str]) -> list[str]:
-    """Return the command that runs the given tests of a file; without names, all of its tests."""
+def pytest_command(targets: list[str], *, benchmarks: bool) -> list[str]:
+    """Return the command that runs files, or tests of the form ``path::name``."""
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml")]
     command += ["--rootdir", str(ROOT), "-p", "pytest_events", "-p", "no:cacheprovider"]
     # Other versions of packages emit other warnings, which must not fail the tests.
-    command += ["-W", "default"]
-    if is_benchmark(path):
+    command += ["-W", "default", "--continue-on-collection-errors"]
+    if benchmarks:
         command += ["-o", "addopts=--import-mode=importlib", "--benchmark-only"]
     else:
         command += ["-m", "gpu"]
-    chosen = [f"{path}::{test.partition('::')[2]}" for test in tests]
-    return [*command, *(chosen or [str(path)])]
+    return [*command, *targets]
 
 
 def is_benchmark(path: Path) -> bool:
@@ -126,17 +162,18 @@ def is_benchmark(path: Path) -> bool:
     return path.parent.name == "bench"
 
 
-class FileRun:
-    """One process of pytest that runs one file, and the events that it has reported so far."""
+class PytestRun:
+    """One process of pytest, and the events that it has reported so far."""
 
-    def __init__(self, path: Path, tests: list[str], folder: Path) -> None:
+    def __init__(self, targets: list[str], folder: Path, *, benchmarks: bool) -> None:
         self.events_file = folder / "events"
         self.events_file.write_text("")
         self.log = folder / "log"
-        paths = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+        environments = sorted(map(str, (ROOT / "recipes/environments").iterdir()))
+        paths = [str(ROOT), str(ROOT / "tools"), *environments, os.environ.get("PYTHONPATH", "")]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                pytest_command(path, tests),
+                pytest_command(targets, benchmarks=benchmarks),
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -162,24 +199,24 @@ class FileRun:
                 self.process.wait(timeout=5)
 
 
-def results_of(name: str, events: list[Result]) -> list[Result]:
-    """Return one result per collected test; one for the file if it could not be collected."""
+def results_of(events: list[Result]) -> list[Result]:
+    """Return one result per collected test, and one per file that could not be collected."""
     results: dict[str, Result] = {}
     for event in events:
         if event["kind"] == "collected":
             for test in event["tests"]:
-                results.setdefault(test, {"test": test, "outcome": "not run", "seconds": 0.0})
+                results[test] = {"test": relative(test), "outcome": "not run", "seconds": 0.0}
         elif event["kind"] == "uncollected":
             absent = re.search(r"ModuleNotFoundError: No module named '([^']+)'", event["reason"])
             skipped = absent or event["outcome"] == "skipped"
-            results[name] = {
-                "test": name,
+            results[event["file"]] = {
+                "test": relative(event["file"]),
                 "outcome": "skipped" if skipped else "failed",
                 "seconds": 0.0,
                 "reason": f"{absent[1]} is not installed" if absent else event["reason"],
             }
         elif event["kind"] == "began":
-            results[event["test"]] = {"test": event["test"], "outcome": "began", "seconds": 0.0}
+            results[event["test"]]["outcome"] = "began"
         else:
             result = results[event["test"]]
             result["seconds"] += event["seconds"]
@@ -191,40 +228,74 @@ def results_of(name: str, events: list[Result]) -> list[Result]:
     return list(results.values())
 
 
-def run_file(path: Path, test_s: float, stop_at: float, folder: Path) -> Iterator[list[Result]]:
-    """Run the tests of one file; yield their results each time a process of pytest ends."""
-    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-    allowed = BENCHMARK_S if is_benchmark(path) else test_s
-    tests: list[str] = []
-    left: list[Result] = [{"test": name, "outcome": "not run", "seconds": 0.0}]
-    progress = True
-    while left and progress and time.monotonic() < stop_at:
-        run = FileRun(path, tests, folder)
-        try:
-            late = wait(run, allowed, stop_at)
-        finally:
-            run.end()
-        code = run.process.returncode
-        results = results_of(name, run.events())
-        for result in results:
-            if result["outcome"] == "began":
-                result["outcome"] = "failed"
-                result["reason"] = late or f"its process ended with {code}"
-                result["details"] = tail(run.log)
-        if not results and code != NO_TESTS:
-            why = late or f"pytest ended with {code} before any test"
-            failed = {"outcome": "failed", "reason": why, "details": tail(run.log)}
-            results = [{"test": name, "seconds": 0.0, **failed}]
-        finished = [result for result in results if result["outcome"] != "not run"]
+def run_once(
+    targets: list[str], name: str, test_s: float, stop_at: float, folder: Path, *, benchmarks: bool
+) -> list[Result]:
+    """Run files or tests in one process; return a result for each, some of them "not run"."""
+    run = PytestRun(targets, folder, benchmarks=benchmarks)
+    try:
+        late = wait(run, test_s, stop_at)
+    finally:
+        run.end()
+    code = run.process.returncode
+    results = results_of(run.events())
+    for result in results:
+        if result["outcome"] == "began":
+            result["outcome"] = "failed"
+            result["reason"] = late or f"its process ended with {code}"
+            result["details"] = tail(run.log)
+    if not results and code != NO_TESTS:
+        why = late or f"pytest ended with {code} before any test"
+        failed = {"outcome": "failed", "reason": why, "details": tail(run.log)}
+        return [{"test": name, "seconds": 0.0, **failed}]
+    return results
+
+
+def run_group(
+    paths: list[Path], test_s: float, stop_at: float, folder: Path
+) -> Iterator[list[Result]]:
+    """Run the tests of a group; yield their results each time a process of pytest ends.
+
+    All files run in one process. If it ends before all tests have run, the remaining tests run file
+    by file, each file in new processes, until all its tests have run.
+    """
+    benchmarks = is_benchmark(paths[0])
+    if benchmarks or RECIPES in paths:
+        test_s = BENCHMARK_S
+    pending = [[str(path) for path in paths]]  # targets of the next processes
+    while pending:
+        targets = pending.pop(0)
+        files = {target.partition("::")[0] for target in targets}
+        name = ", ".join(sorted(map(relative, files)))
+        if time.monotonic() >= stop_at:
+            yield [not_run(relative(target), "the time was up") for target in targets]
+            continue
+        results = run_once(targets, name, test_s, stop_at, folder, benchmarks=benchmarks)
         left = [result for result in results if result["outcome"] == "not run"]
-        tests = [result["test"] for result in left]
-        progress = bool(finished)
-        yield finished
-    reason = "pytest ended before this test" if time.monotonic() < stop_at else "the time was up"
-    yield [{**result, "reason": reason} for result in left]
+        yield [result for result in results if result["outcome"] != "not run"]
+        if left == results and len(files) == 1:  # no progress
+            yield [{**result, "reason": "pytest ended before this test"} for result in left]
+        elif left:
+            tests: dict[str, list[str]] = {}
+            for result in left:
+                test = os.path.join(ROOT, result["test"])  # not Path, for names with slashes
+                tests.setdefault(test.partition("::")[0], []).append(test)
+            pending = [*tests.values(), *pending]
+        elif len(files) > 1 and [result["test"] for result in results] == [name]:
+            pending = [[file] for file in sorted(files)]  # nothing was collected
 
 
-def wait(run: FileRun, allowed: float, stop_at: float) -> str | None:
+def relative(target: str) -> str:
+    """Return a file or a test by its path from the root of the source, if it is there."""
+    return target.removeprefix(f"{ROOT}{os.sep}")
+
+
+def not_run(test: str, reason: str) -> Result:
+    """Return the result of a test that was left out."""
+    return {"test": test, "outcome": "not run", "seconds": 0.0, "reason": reason}
+
+
+def wait(run: PytestRun, allowed: float, stop_at: float) -> str | None:
     """Wait until the process ends, and return None; on a timeout, return the reason."""
     seen, since = 0, time.monotonic()
     while run.process.poll() is None:
@@ -255,10 +326,48 @@ def why_no_benchmarks(facts: dict[str, Any]) -> str | None:
     return None
 
 
+def row(facts: dict[str, Any], results: list[Result]) -> dict[str, str]:
+    """Return a row for the table of GPU runs in docs/verified.md."""
+    outcomes = Counter(result["outcome"] for result in results)
+    gpu, driver, *_ = f"{facts['gpu (name, driver, memory)']},".split(",")
+    found = {
+        "commit, date": f"{facts['commit'][:12]}, {facts['date'][:10]}",
+        "card, driver, torch": f"{gpu},{driver}, {facts['torch']}".replace(",,", ","),
+        "passed, failed, not run": ", ".join(
+            str(outcomes[outcome]) for outcome in ("passed", "failed", "not run")
+        ),
+    }
+    for column, figures in COLUMNS.items():
+        numbers = [figure(results, ending, name) for ending, name in figures]
+        found[column] = ", ".join("-" if number is None else number for number in numbers)
+    return found
+
+
+def figure(results: list[Result], ending: str, name: str) -> str | None:
+    """Return what a benchmark measured, as text of three digits; None if it did not run."""
+    for result in results:
+        if result["test"].endswith(ending) and "measured" in result:
+            measured = result["measured"]
+            value = fp8_speed(measured) if name == "with backward" else measured.get(name)
+            return None if value is None else f"{float(value):.3g}"
+    return None
+
+
+def fp8_speed(measured: dict[str, Any]) -> float | None:
+    """Return the speed of the fastest FP8 backend, relative to bf16; with the backward pass."""
+    found = {
+        name: re.search(r"([\d.]+) with backward", str(text)) for name, text in measured.items()
+    }
+    rates = {name: float(rate[1]) for name, rate in found.items() if rate}
+    bf16 = rates.pop("bf16", None)
+    return max(rates.values()) / bf16 if bf16 and rates else None
+
+
 def write_report(base: Path, facts: dict[str, Any], results: list[Result], seconds: float) -> None:
     """Write the report to ``base``.json and ``base``.md."""
     counts = Counter(result["outcome"] for result in results)
-    report = {"provenance": facts, "seconds": seconds, "counts": counts, "results": results}
+    report = {"provenance": facts, "seconds": seconds, "counts": counts}
+    report |= {"row": row(facts, results), "results": results}
     base.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     base.with_suffix(".md").write_text(markdown(facts, results, counts, seconds))
 
@@ -279,19 +388,27 @@ def markdown(
     lines += [f"| {cell(name)} | {cell(value)} |" for name, value in facts.items()]
     lines += ["", "## Tests", "", "| test | outcome | seconds | reason |", "|---|---|---|---|"]
     for result in results:
-        row = [result["test"], result["outcome"], f"{result['seconds']:.1f}"]
-        lines.append("| " + " | ".join(map(cell, [*row, result.get("reason", "")])) + " |")
+        shown = [result["test"], result["outcome"], f"{result['seconds']:.1f}"]
+        lines.append(table_line([*shown, result.get("reason", "")]))
     measured = [result for result in results if "median_s" in result]
     if measured:
         lines += ["", "## Benchmarks", ""]
         lines += ["| benchmark | median (s) | rounds | measured |", "|---|---|---|---|"]
         for result in measured:
-            row = [result["test"], f"{result['median_s']:.4g}", result["rounds"]]
-            lines.append("| " + " | ".join(map(cell, [*row, result["measured"]])) + " |")
+            shown = [result["test"], f"{result['median_s']:.4g}", result["rounds"]]
+            lines.append(table_line([*shown, result["measured"]]))
+    columns = row(facts, results)
+    lines += ["", "## Row of docs/verified.md", "", table_line(columns.keys())]
+    lines += ["|---" * len(columns) + "|", table_line(columns.values())]
     for result in results:
         if result["outcome"] == "failed":
             lines += ["", f"## {result['test']}", "", "```", result.get("details", ""), "```"]
     return "\n".join(lines) + "\n"
+
+
+def table_line(cells: Iterable[object]) -> str:
+    """Return one line of a Markdown table."""
+    return "| " + " | ".join(map(cell, cells)) + " |"
 
 
 def cell(value: object) -> str:
@@ -318,18 +435,20 @@ def main() -> int:
     results: list[Result] = []
     reason = why_no_benchmarks(facts)
     with tempfile.TemporaryDirectory() as folder:
-        for path in [path.resolve() for path in arguments.files] or gpu_files():
-            if is_benchmark(path) and reason:
-                skipped = {"test": path.name, "outcome": "skipped", "seconds": 0.0}
-                runs = iter([[{**skipped, "reason": reason}]])
+        for group in grouped([path.resolve() for path in arguments.files]) or gpu_groups():
+            if is_benchmark(group[0]) and reason:
+                skipped = {"outcome": "skipped", "seconds": 0.0, "reason": reason}
+                runs = iter([[{"test": relative(str(path)), **skipped} for path in group]])
             else:
-                runs = run_file(path, arguments.test_seconds, stop_at, Path(folder))
+                runs = run_group(group, arguments.test_seconds, stop_at, Path(folder))
             for found in runs:
                 results += found
                 for result in found:
                     took = f"{result['outcome']} ({result['seconds']:.1f} s)"
                     print(f"{result['test']}: {took} {result.get('reason', '')}", flush=True)
                 write_report(arguments.report, facts, results, time.monotonic() - began)
+    columns = row(facts, results)
+    print(table_line(columns.keys()), table_line(columns.values()), sep="\n")
     print(f"wrote {arguments.report}.md and {arguments.report}.json")
     outcomes = {result["outcome"] for result in results}
     return 0 if "passed" in outcomes and not outcomes & {"failed", "not run"} else 1

@@ -12,14 +12,17 @@ from torch import Tensor
 
 
 def generator_states() -> dict[str, Tensor | str]:
-    """Return the states of torch's generators (CPU and this rank's GPU), numpy's and Python's."""
+    """Return the states of torch's generators (CPU and this rank's GPU), numpy's and Python's.
+
+    A rank that trains on the CPU beside a GPU has never initialized CUDA, and does not do so here.
+    """
     kind, key, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     states: dict[str, Tensor | str] = {
         "torch": torch.get_rng_state(),
         "numpy": json.dumps([kind, [int(x) for x in key], position, has_gauss, gauss]),
         "python": json.dumps(random.getstate()),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

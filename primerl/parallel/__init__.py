@@ -6,6 +6,7 @@ one rank, no process group is created and models are not sharded.
 
 from primerl._common.waiting import wait_for_all, wait_for_first
 from primerl.parallel.activation import recompute
+from primerl.parallel.compilation import compile_layers
 from primerl.parallel.device_mesh import Mesh, mesh
 from primerl.parallel.expert_parallel.deep_ep import DeepEP
 from primerl.parallel.expert_parallel.dispatch import AllToAll
@@ -27,6 +28,7 @@ __all__ = [
     "all_sum",
     "balance_experts",
     "clip_gradients",
+    "compile_layers",
     "divide_experts",
     "freeze_gc",
     "freeze_indexer",

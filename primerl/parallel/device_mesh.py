@@ -124,9 +124,8 @@ def mesh(*, replicate: int = 1, fsdp: int = -1, ep: int = 1, cp: int = 1) -> Mes
     ranks, shard = torch.arange(world), fsdp * cp
 
     def view(**dimensions: int) -> DeviceMesh:
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # as in process_group
         shape = tuple(dimensions.values())
-        return DeviceMesh(device, ranks.view(shape), mesh_dim_names=tuple(dimensions))
+        return DeviceMesh(mesh_device(), ranks.view(shape), mesh_dim_names=tuple(dimensions))
 
     return Mesh(
         replicate=replicate,
@@ -137,3 +136,8 @@ def mesh(*, replicate: int = 1, fsdp: int = -1, ep: int = 1, cp: int = 1) -> Mes
         experts=view(replicate=replicate, expert_shard=shard // ep, expert=ep),
         documents=view(batch=world // cp, context=cp),
     )
+
+
+def mesh_device() -> str:
+    """Return the type of device that the current process group connects, as ``World.device``."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from primerl import parallel
+from primerl.parallel.launch import cpu
 
 PROGRAM = """
 import logging, os, resource, sys
 import torch
 from primerl import parallel
+from primerl.parallel.launch import cpu
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(8)
@@ -54,6 +56,19 @@ def test_cores_are_divided_once_and_said():
     assert said.startswith("cpu: 8 threads for the trainer, 4 for a server")
 
 
+def test_beside_a_gpu_only_ranks_on_the_cpu_are_configured(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "_keep_freed_memory", lambda: done.append("memory"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    parallel.configure_cpu()
+    parallel.configure_cpu(torch.device("cuda", 0))
+    assert done == []
+    parallel.configure_cpu(torch.device("cpu"))
+    assert done == ["memory"]
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_what_the_environment_says_decides_and_freed_memory_is_kept():
@@ -89,6 +104,7 @@ def test_what_there_is_is_freeze_gcs_until_the_process_ends():
     program = """
 import atexit, gc
 from primerl import parallel
+from primerl.parallel.launch import cpu
 atexit.register(lambda: print(gc.get_freeze_count()))
 held = [[] for _ in range(1000)]
 parallel.freeze_gc()

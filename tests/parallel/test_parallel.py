@@ -16,8 +16,10 @@ from forked_ranks import forked_ranks
 
 from primerl import loss, packing, parallel, testing
 from primerl._common.interrupts import StoppedError
+from primerl.parallel.device_mesh import mesh_device
 from primerl.parallel.host_values import _decode, _encode
 from primerl.parallel.launch.failures import first_failure
+from primerl.parallel.launch.world import rank_device
 from primerl.types import TrainingSample
 
 FAMILIES = ["llama", "llama, tied", "qwen3", "qwen3_moe"]
@@ -316,6 +318,44 @@ def test_an_incomplete_environment_is_refused(alone):
 
     with pytest.raises(ValueError, match="WORLD_SIZE is None, expected a number"):
         parallel.process_group()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "device"),
+    [(0, 0, "cpu"), (7, 0, "cpu"), (0, 1, "cuda:0"), (1, 2, "cuda:1"), (7, 8, "cuda:7")],
+)
+def test_each_rank_of_a_host_has_its_own_gpu_or_the_cpu(local_rank, gpus, device):
+    assert rank_device(local_rank, gpus=gpus) == torch.device(device)
+
+
+def test_more_ranks_than_gpus_are_refused_with_what_to_do(alone):
+    alone.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 ranks .* 1 GPU, .* --nproc-per-node 1, or set CUDA_V"):
+        rank_device(1, gpus=1)
+
+
+def test_ranks_that_ask_for_the_cpu_get_it_beside_a_gpu(alone):
+    """More ranks than GPUs are then no error."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        alone.setenv(name, value)
+    alone.setattr(torch.cuda, "is_available", lambda: True)
+    alone.setattr(torch.cuda, "device_count", lambda: 1)
+
+    assert parallel.process_group(device="cpu").device == torch.device("cpu")
+    with pytest.raises(ValueError, match="2 ranks|at least 2 ranks"):
+        parallel.process_group()
+    alone.setenv("LOCAL_RANK", "0")
+    assert parallel.process_group().device == torch.device("cuda", 0)
+
+
+def test_a_mesh_is_where_its_group_is(alone):
+    """The ranks of a group of CPU tensors shard on the CPU, even beside a GPU."""
+    alone.setattr(torch.cuda, "is_available", lambda: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert mesh_device() == "cpu"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_timeout_of_zero_is_refused():

@@ -192,10 +192,13 @@ def test_layers_in_fp8_compile_whole():
 def test_layers_compile_although_their_experts_stay_outside_of_the_graph():
     """Torch's graph breaks and its modes of functions do not go together."""
     model, eager = family_model("qwen3_moe"), family_model("qwen3_moe")
+    backend, graphs = Backend("aot_eager"), []
     for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    for ids, positions in random_packs(2):
+        layer.compile(backend=backend)
+    for ids, positions in random_packs(4):
         for ours, expected in zip(
             train(model, ids, positions), train(eager, ids, positions), strict=True
         ):
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+        graphs.append(backend.graphs)
+    assert graphs[1] == graphs[-1]  # each part is compiled for the first two packs, and no more

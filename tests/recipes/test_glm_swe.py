@@ -95,6 +95,12 @@ def test_arguments_that_do_not_fit_are_refused(recipe, changed, message):
         recipe.check(recipe.Args(**changed))
 
 
+def test_rehearsals_train_on_the_cpu_and_real_runs_on_gpus(recipe):
+    found = {name: args.device for name, args in recipe.SCALES.items()}
+    assert {found.pop("debug"), found.pop("fleet")} == {"cpu"}
+    assert set(found.values()) == {"auto"}
+
+
 def test_as_many_rollouts_are_in_flight_as_servers_sample_at_once(recipe):
     urls = ("http://a:8000", "http://b:8000")
     glm5 = attrs.evolve(recipe.SCALES["glm5"], engine_urls=urls)

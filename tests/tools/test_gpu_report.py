@@ -51,6 +51,24 @@ def test_follows():
 """
 
 
+BROKEN = """
+import os
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_uses_the_process_and_breaks_the_gpu():
+    os.environ["BROKEN"] = "1"
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_has_a_new_process():
+    assert "BROKEN" not in os.environ
+"""
+
+
 def report_of(root, folder, *arguments):
     command = [sys.executable, root / "tools/gpu_report.py", "--report", folder / "found"]
     # pytest-benchmark measures nothing where it believes to be one of several workers.
@@ -68,13 +86,25 @@ def report_of(root, folder, *arguments):
 
 def test_the_report_of_a_small_run(root, tmp_path):
     """What fails, ends its process, lacks a package or hangs keeps no other test from running."""
-    absent, small = tmp_path / "test_absent.py", tmp_path / "test_small.py"
+    files = [tmp_path / f"test_{name}.py" for name in ("absent", "broken", "small", "later")]
+    absent, broken, small, later = files
     absent.write_text("import no_such_package\n")
+    broken.write_text(BROKEN)
     small.write_text(SMALL)
+    later.write_text(BROKEN.replace("raise ", "_ = "))
 
-    done, report = report_of(root, tmp_path, "--test-seconds", "15", absent, small)
+    done, report = report_of(root, tmp_path, "--test-seconds", "15", *files)
 
     results = report["results"]
+    named = {result["test"]: result for result in results}
+    (broke, renewed), (_, kept) = (
+        [named.pop(f"{file}::{test}") for test in re.findall(r"def (test_\w+)", BROKEN)]
+        for file in (broken, later)
+    )
+    results = list(named.values())
+    assert broke["reason"].startswith("RuntimeError: CUDA error")
+    assert renewed["outcome"] == "passed"
+    assert kept["outcome"] == "failed"  # a file without a GPU error keeps its process
     found = {
         result["test"].rpartition("/")[2].rpartition("::")[2]: (
             result["outcome"],
@@ -103,7 +133,9 @@ def test_the_report_of_a_small_run(root, tmp_path):
     assert facts["missing packages"] == "none"
     assert {"date", "command", "machine", "python", "torch", "transformers", "vllm"} <= set(facts)
     written = (tmp_path / "found.md").read_text()
-    assert "\n3 failed, 3 passed, 3 skipped; " in written
+    assert "\n5 failed, 5 passed, 3 skipped; " in written
+    assert report["row"]["passed, failed, not run"] == "5, 5, 0"
+    assert "## Row of docs/verified.md" in written
     assert "| transformers |" in written
     assert "AssertionError: one is not two" in written
     assert "{'ratio': 2}" in written
@@ -123,7 +155,12 @@ def test_without_time_all_is_reported_as_not_run(root, tmp_path):
 def test_gpu_tests_are_collected_and_skip_without_a_gpu(root, monkeypatch):
     monkeypatch.syspath_prepend(root / "tools")
     gpu_report = pytest.importorskip("gpu_report")
-    files = [path for path in gpu_report.gpu_files() if not gpu_report.is_benchmark(path)]
+    files = [
+        path
+        for group in gpu_report.gpu_groups()
+        for path in group
+        if not gpu_report.is_benchmark(path)
+    ]
 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", *files],
@@ -146,7 +183,43 @@ def test_its_benchmarks_exist(root, monkeypatch):
     monkeypatch.syspath_prepend(root / "tools")
     gpu_report = pytest.importorskip("gpu_report")
 
-    files = gpu_report.gpu_files()
+    groups = gpu_report.gpu_groups()
 
-    assert all(path.exists() for path in files)
-    assert len([path for path in files if gpu_report.is_benchmark(path)]) == 4
+    assert all(path.exists() for group in groups for path in group)
+    kinds = [{gpu_report.is_benchmark(path) for path in group} for group in groups]
+    assert kinds == [{False}, {True}, {False}, {True}]
+    assert sum(map(len, groups[1::2])) == 5
+
+
+def test_figures_are_read_from_the_benchmarks(root, monkeypatch):
+    """Names of benchmarks and of what they measure, as in their files."""
+    monkeypatch.syspath_prepend(root / "tools")
+    gpu_report = pytest.importorskip("gpu_report")
+    step = "bench/test_train_step.py::test_model_flop_utilisation[Qwen3-0.6B-[16384]]"
+    rates = {
+        "bf16": "1 forward, 400.000 with backward",
+        "torch": "9 forward, 500.000 with backward",
+    }
+    results = [
+        {"test": step, "outcome": "passed", "measured": {"mfu": 0.45678}},
+        {
+            "test": "bench/test_fp8.py::test_a_layer[MLP, 8192 tokens]",
+            "outcome": "failed",
+            "measured": rates,
+        },
+    ]
+    facts = {"gpu (name, driver, memory)": "NVIDIA H200, 580.1, 139 GiB", "commit": "c3dd316" * 6}
+    facts |= {"date": "2026-11-26T00:00:00", "torch": "2.11.0"}
+
+    row = gpu_report.row(facts, results)
+
+    assert row["card, driver, torch"] == "NVIDIA H200, 580.1, 2.11.0"
+    assert row["MFU at 16k, 64k, mixed"] == "0.457, -, -"
+    assert row["FP8 / bf16"] == "1.25"
+    assert row["passed, failed, not run"] == "1, 1, 0"
+    benchmarks = "".join(path.read_text() for path in (root / "bench").glob("test_*.py"))
+    for figures in gpu_report.COLUMNS.values():
+        for ending, name in figures:
+            assert name in benchmarks
+            test = re.match(r"\w*", ending)[0]
+            assert test in benchmarks

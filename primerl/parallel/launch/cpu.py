@@ -33,10 +33,11 @@ def native_dtype() -> Literal["bfloat16", "float32"]:
     return "bfloat16" if native else "float32"
 
 
-def configure_cpu() -> None:
+def configure_cpu(device: torch.device | None = None) -> None:
     """Configure threads and memory allocation for training on a CPU.
 
-    Call it before anything else. With CUDA, it does nothing. It reports the settings as progress,
+    Call it before anything else. With CUDA, it does nothing, unless ``device`` (``World.device``)
+    is a CPU. It reports the settings as progress,
     which ``track.LiveView`` prints.
 
     - Threads: this process keeps one thread per core. Processes that it starts afterwards, such as
@@ -49,7 +50,9 @@ def configure_cpu() -> None:
       zeroes them whenever they are allocated again, which takes a tenth of a small model's step.
       With these settings, the process keeps them.
     """
-    if torch.cuda.is_available():
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
         return
     threads = torch.get_num_threads()
     if VARIABLE in os.environ:

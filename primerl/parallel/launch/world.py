@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -86,6 +86,7 @@ class World:
 
 def process_group(
     *,
+    device: Literal["auto", "cpu"] = "auto",
     timeout_s: float = 1800.0,
     wait_timeout_s: float = 6 * 3600.0,
     grace_s: float = 25.0,
@@ -106,6 +107,8 @@ def process_group(
     and child processes are ended. A loop that calls ``World.should_stop`` finishes its step first.
 
     Args:
+        device: "auto" gives each rank of this host one GPU, or the CPU if torch sees no GPU.
+            "cpu" uses the CPU even if there are GPUs.
         timeout_s: how long ranks wait for each other in a collective, in seconds, and how long a
             rank may give no sign of life.
         wait_timeout_s: how long the other ranks wait while rank 0 starts servers, takes rollouts,
@@ -131,23 +134,34 @@ def process_group(
         rank, world_size, local_rank = 0, 1, 0
     else:
         rank, world_size, local_rank = map(_variable, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"LOCAL_RANK is {local_rank}, but there are {torch.cuda.device_count()} GPUs; "
-                "start one rank per GPU, or set CUDA_VISIBLE_DEVICES='' to use the CPU"
-            )
-        device = torch.device("cuda", local_rank)
+    gpus = torch.cuda.device_count() if device == "auto" and torch.cuda.is_available() else 0
     return World(
         rank=rank,
         world_size=world_size,
-        device=device,
+        device=rank_device(local_rank, gpus=gpus),
         timeout_s=timeout_s,
         wait_timeout_s=wait_timeout_s,
         seed=seed,
         signals=StopSignals(grace_s, says=rank == 0),
     )
+
+
+def rank_device(local_rank: int, *, gpus: int) -> torch.device:
+    """Return the device of a rank on a host with this many GPUs that ranks may use.
+
+    Raises:
+        ValueError: there are GPUs, but fewer than ranks on this host.
+    """
+    if gpus == 0:
+        return torch.device("cpu")
+    if local_rank >= gpus:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", f"at least {local_rank + 1}")
+        raise ValueError(
+            f"torchrun started {ranks} ranks on this host, where torch sees {gpus} "
+            f"GPU{'s' if gpus > 1 else ''}, and each rank needs its own; pass --nproc-per-node "
+            f"{gpus}, or set CUDA_VISIBLE_DEVICES='' to run all ranks on the CPU"
+        )
+    return torch.device("cuda", local_rank)
 
 
 def _variable(name: str) -> int:

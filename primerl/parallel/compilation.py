@@ -1,0 +1,72 @@
+"""Compilation of a model's layers, with a cache that outlives the process."""
+
+import hashlib
+import os
+import platform
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primerl._common.progress import report
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each layer of a Hugging Face model's decoder, for packs of any lengths.
+
+    Call it last: recompute -> shard -> compile. The first step takes longer.
+    Compiled code is kept in ``~/.cache/primerl/compiled`` (below ``XDG_CACHE_HOME``, if that is
+    set), so that the first steps of resumed runs, and of other runs of equal layers, are short. The
+    folder has a part for each version of torch and kind of machine. ``TORCHINDUCTOR_CACHE_DIR``
+    chooses another folder. Its files are pickles, which run code when they are loaded: choose a
+    folder that nobody else can write to.
+
+    Args:
+        model: the model; modified in place.
+    """
+    folder = choose_cache() or "torch's default folder"
+    report("compile", f"the first step compiles layers, or finds them in {folder}")
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True)
+
+
+def choose_cache() -> str | None:
+    """Make torch keep compiled code in this user's folder, unless another one has been chosen.
+
+    Returns the folder; None if torch chooses it.
+    """
+    if VARIABLE not in os.environ:
+        folder = cache_folder()
+        if folder is None:
+            return None
+        os.environ[VARIABLE] = str(folder)
+    return os.environ[VARIABLE]
+
+
+def cache_folder() -> Path | None:
+    """Return this user's folder for compiled code, and create it.
+
+    None if it can't be created, or if other users can write to it.
+    """
+    home = os.environ.get("XDG_CACHE_HOME")
+    try:
+        base = Path(home) if home else Path.home() / ".cache"
+        folder = base / "primerl" / "compiled" / machine_kind()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # the home folder is unknown, or can't be written
+        return None
+    own = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if own and os.access(folder, os.W_OK) else None
+
+
+def machine_kind() -> str:
+    """Return a name that differs for each version of torch, and each type of CPU and GPU."""
+    parts: list[Any] = [platform.machine(), sorted(torch.cpu.get_capabilities().items())]
+    if torch.cuda.is_available():
+        parts += [torch.version.cuda, torch.cuda.get_device_name()]
+        parts += [torch.cuda.get_device_capability()]
+    return f"torch-{torch.__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"

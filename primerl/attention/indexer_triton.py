@@ -8,6 +8,8 @@ writes the sums over heads. With heads of 128 numbers in 16 bits, ``[128, 128]``
 takes 64 KB of shared memory and, with 8 warps, 64 of a thread's registers.
 """
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,9 @@ ROWS, KEYS = 128, 128
 """Heads of all queries, and keys, of a program."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# ``no_type_check``: the wrappers of runtime type checks lack the names of this module.
+@triton.jit
+@no_type_check
 def _index_scores(
     queries: tl.tensor,
     weights: tl.tensor,

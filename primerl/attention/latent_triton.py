@@ -18,7 +18,7 @@ and 64 K registers per multiprocessor:
   ``torch.use_deterministic_algorithms``, the torch form computes it.
 """
 
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -31,7 +31,9 @@ FORWARD_HEADS, BACKWARD_HEADS = 64, 32
 """The maximum number of heads that a program computes; products need at least 16."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# ``no_type_check``: the wrappers of runtime type checks lack the names of this module.
+@triton.jit
+@no_type_check
 def _rows_of_keys(
     chosen: tl.tensor,
     starts: tl.tensor,
@@ -49,7 +51,8 @@ def _rows_of_keys(
     return rows.to(tl.int64), exists
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
+@no_type_check
 def _forward(
     q: tl.tensor,
     latent: tl.tensor,
@@ -98,7 +101,8 @@ def _forward(
     tl.store(logsumexp + query * heads + head, largest + tl.log(total), mask=head < heads)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
+@no_type_check
 def _backward(
     gradient: tl.tensor,
     q: tl.tensor,

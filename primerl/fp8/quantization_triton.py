@@ -36,8 +36,7 @@ _UNIT = tl.constexpr(16384.0)  # the last place of 2^14 is 2^-9, float8_e4m3fn's
 _UNIT_BITS = tl.constexpr(0x46800000)
 
 
-# ``no_type_check`` excludes kernels from the runtime type checks of tests, whose wrappers have the
-# names of another module.
+# ``no_type_check``: the wrappers of runtime type checks lack the names of this module.
 @triton.jit
 @no_type_check
 def _scale(amax: tl.tensor, POWERS: tl.constexpr) -> Any:

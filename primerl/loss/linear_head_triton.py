@@ -9,6 +9,8 @@ flight and 16 numbers in registers, and a multiprocessor runs several programs.
 - Gradient: a program computes 4,096 columns of a row.
 """
 
+from typing import no_type_check
+
 import torch
 import triton
 import triton.language as tl
@@ -21,12 +23,15 @@ COLUMNS, WARPS = 4096, 8
 FLOOR = tl.constexpr(linear_head_tiles.FLOOR)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# ``no_type_check``: the wrappers of runtime type checks lack the names of this module.
+@triton.jit
+@no_type_check
 def _at_least_floor(x: tl.tensor) -> tl.tensor:
     return tl.where(x < FLOOR, FLOOR, x)  # unlike tl.maximum, it keeps NaN
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
+@no_type_check
 def _add_statistics(
     z: tl.tensor,
     divisor: tl.tensor,
@@ -72,7 +77,8 @@ def _add_statistics(
     tl.store(chosen + row * count + label, found, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
+@no_type_check
 def _gradient(
     z: tl.tensor,
     out: tl.tensor,

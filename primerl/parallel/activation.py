@@ -156,7 +156,7 @@ class _Save(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         found = operation(*args, **kwargs) if kwargs else operation(*args)
         if _is_kept(operation):
-            self._results.append((operation, tree_map_only(Tensor, _Result, found)))
+            self._results.append((operation, tree_map_only(Tensor, _SavedResult, found)))
         return found
 
 
@@ -179,10 +179,10 @@ class _Reuse(_Save):  # type: ignore[no-untyped-call]
                 f"the layer recomputes {operation} where its forward pass computed {saved}; "
                 "selective recomputation needs the same operations in both"
             )
-        return tree_map_only(_Result, _Result.value, found)
+        return tree_map_only(_SavedResult, _SavedResult.value, found)
 
 
-class _Result:
+class _SavedResult:
     """A saved result, without its graph."""
 
     def __init__(self, tensor: Tensor) -> None:

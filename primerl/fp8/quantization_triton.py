@@ -149,21 +149,17 @@ def quantize_into(
         one is not None and one[1].dtype != torch.float32 for one in (straight, transposed)
     )
     height, warps = tile(rows, block, transposed=transposed is not None)
-    _quantize[(triton.cdiv(m, height) * triton.cdiv(k, block), count)](
-        experts,
-        *results[0],
-        *results[1],
-        m,
-        k,
-        *experts.stride(),
-        ROWS=height,
-        BLOCK=block,
-        SQUARE=rows == block,
-        STRAIGHT=straight is not None,
-        TRANSPOSED=transposed is not None,
-        POWERS=powers,
-        num_warps=warps,
-    )
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        _quantize[(triton.cdiv(m, height) * triton.cdiv(k, block), count)](
+            *(experts, *results[0], *results[1], m, k, *experts.stride()),
+            ROWS=height,
+            BLOCK=block,
+            SQUARE=rows == block,
+            STRAIGHT=straight is not None,
+            TRANSPOSED=transposed is not None,
+            POWERS=powers,
+            num_warps=warps,
+        )
 
 
 def tile(rows: int, block: int, *, transposed: bool) -> tuple[int, int]:

@@ -238,6 +238,8 @@ class _Offloading:
     def _keep(self, tensor: Tensor) -> Any:
         if not _is_activation(tensor):
             return tensor
+        if self._stream is not None and not tensor.is_cuda:  # it is in host memory already
+            return tensor
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -257,7 +259,7 @@ class _Offloading:
             return tensor
         fetched = kept.fetched if kept.fetched is not None else self._fetch(kept)
         kept.fetched = None
-        if self._stream is not None:
+        if self._stream is not None and kept.device.type == "cuda":
             current = torch.cuda.current_stream(kept.device)
             current.wait_stream(self._stream)
             fetched.record_stream(current)

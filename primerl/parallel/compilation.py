@@ -49,12 +49,16 @@ def choose_cache() -> str | None:
 def cache_folder() -> Path | None:
     """Return this user's folder for compiled code, and create it.
 
-    None if it can't be created, or if other users can write to it.
+    None if it can't be created, if other users can write to it, or if its path has spaces, which
+    torch does not quote in the commands of its C++ compiler.
     """
-    home = os.environ.get("XDG_CACHE_HOME")
+    home = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        base = Path(home) if home else Path.home() / ".cache"
+        # Relative paths are invalid there (XDG base directory specification).
+        base = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
         folder = base / "primerl" / "compiled" / machine_kind()
+        if any(character.isspace() for character in str(folder)):
+            return None
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except (OSError, RuntimeError):  # the home folder is unknown, or can't be written

@@ -15,7 +15,11 @@ from drawn_spans import parts_of_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_attention import by_mask
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from primerl.attention import Document, attend, end_to_end, kernel_table, kernels, lay_out
 from primerl.parallel import activation
@@ -216,11 +220,18 @@ def layer(x, *others):
     return torch.sin(attended.flatten(1) @ attended.flatten(1).T)
 
 
-KEPT = functools.partial(create_selective_checkpoint_contexts, activation._policy)
+def policy(_context, operation, *_arguments, **_options):
+    kept = activation._is_kept(operation)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+FOR_COMPILERS = functools.partial(create_selective_checkpoint_contexts, policy)
 
 
 def recomputed(x, *others):
-    return checkpoint(layer, x, *others, use_reentrant=False, context_fn=KEPT)
+    compiling = torch.compiler.is_compiling()
+    contexts = FOR_COMPILERS if compiling else activation._selective_contexts
+    return checkpoint(layer, x, *others, use_reentrant=False, context_fn=contexts)
 
 
 @pytest.mark.filterwarnings("default")  # torch emits warnings while it traces

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from primerl import fp8
 from primerl.fp8.backends import choice, deep_gemm, scaled_mm
@@ -227,6 +228,13 @@ def test_a_library_that_multiplies_is_taken(install, caplog):
         assert require_backend("deep_gemm", fp8.BLOCK_FP8, CPU).name == "deep_gemm"
     (record,) = caplog.records
     assert "FP8 on cpu: backend deep_gemm (the first)" in record.message
+
+
+def test_a_library_is_tried_with_real_tensors_where_others_are_fake(install):
+    """As in the engine, when it finds out whether a step can be captured."""
+    install(WORKING)
+    with FakeTensorMode():
+        assert require_backend("auto", fp8.BLOCK_FP8, CPU).name == "deep_gemm"
 
 
 def test_scales_are_given_to_deep_gemm_without_a_copy():

@@ -138,6 +138,11 @@ class PretendedGPU(TorchDispatchMode):
             yield
             self.stream = before
 
+        def current_stream(device=None):
+            if device is not None and torch.device(device).type != "cuda":
+                raise ValueError(f"Expected a cuda device, but got: {device}")
+            return self.stream
+
         class Stream(PretendedStream):
             def __init__(stream, device=None):
                 super().__init__(self)
@@ -145,7 +150,7 @@ class PretendedGPU(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: PretendedEvent(self))
         monkeypatch.setattr(torch.cuda, "stream", entered)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
         monkeypatch.setattr(torch.cuda, "synchronize", self.stream.synchronize)
 
     def on_gpu(self, tensor):

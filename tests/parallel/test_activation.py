@@ -5,6 +5,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from primerl import loss, parallel, testing
 from primerl._common.forward_passes import recomputing
 from primerl.parallel import activation
+from tests.helpers.pretended_gpu import PretendedGPU
 
 IDS = torch.randint(2, 60, (48,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.cat([torch.arange(20), torch.arange(28)])
@@ -60,6 +61,39 @@ def test_what_is_offloaded_leaves_the_graph():
     model = parallel.recompute(testing.tiny_model("llama"), offload=True)
 
     assert train(model)[2] == 0  # an outer hook sees nothing of it
+
+
+class Both(torch.autograd.Function):
+    """Saves a tensor on the GPU and one in host memory, such as attention's plan."""
+
+    @staticmethod
+    def forward(ctx, x, plan, host_first):
+        ctx.host_first = host_first
+        ctx.save_for_backward(*((plan, x) if host_first else (x, plan)))
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, plan = ctx.saved_tensors[:: -1 if ctx.host_first else 1]
+        assert plan.device.type == "cpu"
+        assert plan.tolist() == [0, 1, 2, 3]
+        return 2 * x * gradient, None, None
+
+
+@pytest.mark.parametrize("host_first", [False, True])
+def test_beside_a_gpu_tensors_in_host_memory_are_saved_too(monkeypatch, host_first):
+    class Layers(torch.nn.Module):
+        def forward(self, x, plan):
+            return Both.apply(Both.apply(x, plan, host_first), plan, False)
+
+    gpu, model = PretendedGPU(), Layers()
+    gpu.replace_streams(monkeypatch)
+    activation._Offloading().attach(model)
+    with gpu:
+        x = gpu.on_gpu(torch.arange(4.0)).requires_grad_()
+        model(x, torch.arange(4)).sum().backward()
+
+        assert x.grad.tolist() == [0, 4, 32, 108]
 
 
 def test_parameters_are_not_offloaded():

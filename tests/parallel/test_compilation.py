@@ -62,6 +62,21 @@ def test_without_a_folder_torch_keeps_its_own(monkeypatch, tmp_path):
     assert compilation.cache_folder() is None
 
 
+def test_a_folder_with_spaces_is_not_used(monkeypatch, tmp_path):
+    """torch does not quote it in the commands of its C++ compiler, which then fails."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my files"))
+
+    assert compilation.cache_folder() is None
+
+
+def test_a_relative_folder_is_not_used(monkeypatch, tmp_path):
+    """Another process, such as a compiler's worker, would look for it elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    assert compilation.cache_folder().parent == tmp_path / ".cache/primerl/compiled"
+
+
 def test_another_torch_and_another_machine_have_other_folders(monkeypatch):
     names = {compilation.machine_kind()}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": False})

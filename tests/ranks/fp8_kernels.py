@@ -119,7 +119,7 @@ def test_it_compiles_for_hopper_without_spills(name, kind):
     )
     print(name, kind, found.shared, found.registers)
     assert found.stack == 0
-    assert found.shared <= 16 * 2**10
+    assert found.shared <= 32 * 2**10  # with Triton 3.6; 16 KiB with 3.9
     assert 32 * warps * found.registers <= 65536
     # All values are read and written 16 bytes at a time.
     assert found.ptx.count("ld.global") == found.ptx.count("ld.global.v4")

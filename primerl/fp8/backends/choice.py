@@ -5,6 +5,7 @@ import logging
 from typing import Literal
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from primerl.fp8.backends.deep_gemm import DeepGEMM
 from primerl.fp8.backends.flashinfer import FlashInfer
@@ -67,7 +68,8 @@ def _reason_against(name: str, form: Format, device: torch.device) -> str | None
     reason = backend.refusal(form, device)
     if reason is not None or isinstance(backend, Reference):
         return reason
-    failure = _failure(backend, form, device)
+    with _disable_current_modes():  # where tensors are fake, every library would fail for good
+        failure = _failure(backend, form, device)
     if failure is not None:
         log.warning("FP8 backend %s is not used on %s: %s", name, device, failure)
     return failure

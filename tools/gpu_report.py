@@ -39,7 +39,7 @@ BENCHMARKS = (
     ["test_activations.py", "test_engine.py"],
 )
 BENCHMARK_S = 150.0  # timeout of one benchmark, or of one recipe
-NO_TESTS = 5  # pytest's exit code if it collects no tests
+COMPLETE = (0, 1, 5)  # pytest's exit codes if all tests passed, some failed, or there are none
 STARTING_S = 120.0  # timeout of a file's imports, on a machine that has just started
 REPORTED = ["torch", "transformers", "vllm", "triton", "numpy"]
 TEST_PACKAGES = ["pytest", "pytest-benchmark", "hypothesis", "beartype"]
@@ -229,26 +229,41 @@ def results_of(events: list[Result]) -> list[Result]:
 
 
 def run_once(
-    targets: list[str], name: str, test_s: float, stop_at: float, folder: Path, *, benchmarks: bool
+    targets: list[str], test_s: float, stop_at: float, folder: Path, *, benchmarks: bool
 ) -> list[Result]:
-    """Run files or tests in one process; return a result for each, some of them "not run"."""
+    """Run files or tests in one process; return a result for each, some of them "not run".
+
+    A file whose tests are not known has one result for all of them.
+    """
     run = PytestRun(targets, folder, benchmarks=benchmarks)
     try:
         late = wait(run, test_s, stop_at)
     finally:
         run.end()
     code = run.process.returncode
-    results = results_of(run.events())
+    events = run.events()
+    results = results_of(events)
     for result in results:
         if result["outcome"] == "began":
             result["outcome"] = "failed"
             result["reason"] = late or f"its process ended with {code}"
             result["details"] = tail(run.log)
-    if not results and code != NO_TESTS:
-        why = late or f"pytest ended with {code} before any test"
-        failed = {"outcome": "failed", "reason": why, "details": tail(run.log)}
-        return [{"test": name, "seconds": 0.0, **failed}]
+    if code in COMPLETE and any(event["kind"] == "collected" for event in events):
+        return results
+    why = late or f"pytest ended with {code} before any test"
+    known = {result["test"].partition("::")[0] for result in results}
+    files = files_of(targets)
+    for file in sorted(set(map(relative, files)) - known):
+        result = not_run(file, why)
+        if len(files) == 1:
+            result |= {"outcome": "failed", "details": tail(run.log)}
+        results.append(result)
     return results
+
+
+def files_of(targets: list[str]) -> set[str]:
+    """Return the files of targets, which are files or tests."""
+    return {target.partition("::")[0] for target in targets}
 
 
 def run_group(
@@ -265,15 +280,13 @@ def run_group(
     pending = [[str(path) for path in paths]]  # targets of the next processes
     while pending:
         targets = pending.pop(0)
-        files = {target.partition("::")[0] for target in targets}
-        name = ", ".join(sorted(map(relative, files)))
         if time.monotonic() >= stop_at:
             yield [not_run(relative(target), "the time was up") for target in targets]
             continue
-        results = run_once(targets, name, test_s, stop_at, folder, benchmarks=benchmarks)
+        results = run_once(targets, test_s, stop_at, folder, benchmarks=benchmarks)
         left = [result for result in results if result["outcome"] == "not run"]
         yield [result for result in results if result["outcome"] != "not run"]
-        if left == results and len(files) == 1:  # no progress
+        if left == results and len(files_of(targets)) == 1:  # no progress
             yield [{**result, "reason": "pytest ended before this test"} for result in left]
         elif left:
             tests: dict[str, list[str]] = {}
@@ -281,8 +294,6 @@ def run_group(
                 test = os.path.join(ROOT, result["test"])  # not Path, for names with slashes
                 tests.setdefault(test.partition("::")[0], []).append(test)
             pending = [*tests.values(), *pending]
-        elif len(files) > 1 and [result["test"] for result in results] == [name]:
-            pending = [[file] for file in sorted(files)]  # nothing was collected
 
 
 def relative(target: str) -> str:

@@ -141,6 +141,29 @@ def test_the_report_of_a_small_run(root, tmp_path):
     assert "{'ratio': 2}" in written
 
 
+@pytest.mark.parametrize(
+    ("ends", "code"), [("import os\nos._exit(7)", 7), ("raise SystemExit(4)", 3)]
+)
+def test_a_file_that_ends_pytest_while_it_is_imported_hides_no_other(root, tmp_path, ends, code):
+    for name, text in {
+        "absent": "import pytest\npytest.importorskip('no_such_package')\n",
+        "later": "import pytest\n\n\n@pytest.mark.gpu\ndef test_later():\n    pass\n",
+        "ends": ends,
+    }.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+
+    _, report = report_of(root, tmp_path, *sorted(tmp_path.glob("test_*.py")))
+
+    found = {one["test"].rpartition("/")[2]: one["outcome"] for one in report["results"]}
+    assert found == {
+        "test_absent.py": "skipped",
+        "test_ends.py": "failed",
+        "test_later.py::test_later": "passed",
+    }
+    (reason,) = [one["reason"] for one in report["results"] if one["outcome"] == "failed"]
+    assert reason == f"pytest ended with {code} before any test"
+
+
 def test_without_time_all_is_reported_as_not_run(root, tmp_path):
     small = tmp_path / "test_small.py"
     small.write_text(SMALL)

@@ -231,15 +231,18 @@ def test_what_would_not_work_is_refused(model, how, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # other kernels
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_on_a_gpu(how):
-    torch.manual_seed(0)
-    model = testing.tiny_model("llama", num_hidden_layers=4).cuda()
-    other = parallel.recompute(testing.tiny_model("llama", num_hidden_layers=4).cuda(), **how)
+def test_on_a_gpu(how, dtype):
+    model, other = (
+        testing.tiny_model("llama", num_hidden_layers=4).to("cuda", dtype) for _ in range(2)
+    )
+    parallel.recompute(other, **how)
     ids, positions = IDS.cuda(), POSITIONS.cuda()
     for one in (model, other):
         for _ in range(3):
             (-loss.model_logprobs(one, ids, positions, ids.roll(-1)).sum()).backward()
 
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+        atol = 1e-5 if dtype == torch.float32 else 2e-2 * a.grad.abs().max().item()
+        torch.testing.assert_close(a.grad, b.grad, atol=atol, rtol=2e-2)

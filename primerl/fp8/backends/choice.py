@@ -68,13 +68,15 @@ def _reason_against(name: str, form: Format, device: torch.device) -> str | None
     reason = backend.refusal(form, device)
     if reason is not None or isinstance(backend, Reference):
         return reason
-    with _disable_current_modes():  # where tensors are fake, every library would fail for good
-        failure = _failure(backend, form, device)
+    failure: str | None = _failure(backend, form, device)
     if failure is not None:
         log.warning("FP8 backend %s is not used on %s: %s", name, device, failure)
     return failure
 
 
+# With real tensors: with fake ones, every library would fail, and not be tried again.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_current_modes()
 def _failure(backend: Backend, form: Format, device: torch.device) -> str | None:
     """Compute a small product, and return why it failed; None if it is that of the reference."""
     entries = torch.arange(128 * 256, device=device).view(128, 256)

@@ -260,6 +260,19 @@ def test_experts_are_layers_of_their_own_rows(counts, weight_gradient):
         assert torch.equal(dw[expert], own.grad)
 
 
+def test_experts_of_a_compiled_layer_are_those_of_an_eager_one():
+    x, w, ends = drawn((7, 70)), drawn((2, 50, 70), 1), torch.tensor([3, 7], dtype=torch.int32)
+    matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(32))
+
+    def layer(x, w):
+        return 3 * matmul(2 * x, w.transpose(1, 2), ends)
+
+    torch.compiler.reset()
+    compiled = gradients(torch.compile(layer, backend="aot_eager", dynamic=True), x, w)
+    for ours, expected in zip(compiled, gradients(layer, x, w), strict=True):
+        assert torch.equal(ours, expected)
+
+
 @settings(max_examples=25)
 @given(
     counts=st.lists(st.integers(0, 20), min_size=1, max_size=5),

@@ -260,6 +260,7 @@ def test_experts_are_layers_of_their_own_rows(counts, weight_gradient):
         assert torch.equal(dw[expert], own.grad)
 
 
+@pytest.mark.filterwarnings("default")  # torch emits warnings while it traces
 def test_experts_of_a_compiled_layer_are_those_of_an_eager_one():
     x, w, ends = drawn((7, 70)), drawn((2, 50, 70), 1), torch.tensor([3, 7], dtype=torch.int32)
     matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(32))

@@ -275,7 +275,8 @@ def values_of(quantized: Quantized) -> Float[Tensor, "*e m k"]:
     """Dequantize an operand to float32."""
     rows, block = quantized.rows, quantized.block
     *experts, m, k = quantized.values.shape
-    values, scales = _decoded(quantized.values), quantized.scales.float()
+    # Of scales by columns, the product would lie by columns too, and would have to be copied.
+    values, scales = _decoded(quantized.values), quantized.scales.float().contiguous()
     if m % rows == 0 and k % block == 0:
         blocks = values.view(*experts, m // rows, rows, k // block, block)
         return (blocks * scales[..., :, None, :, None]).reshape(values.shape)

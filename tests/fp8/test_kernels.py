@@ -1,14 +1,10 @@
 """Triton's quantization kernel, in a pytest without runtime type checks; its operator."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from fp8_inputs import drawn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton_programs import run_program
 
 from primerl import fp8
 from primerl.fp8 import linear as fp8_linear
@@ -20,29 +16,16 @@ from primerl.fp8.quantization import (
     reason_against_triton,
 )
 
-PROGRAM = Path(__file__).parents[1] / "ranks/fp8_kernels.py"
-
-
-def run(**variables):
-    pytest.importorskip("triton")
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", PROGRAM],
-        env={**os.environ, **variables},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=600,
-    )
-    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
-    return found.stdout
+PROGRAM = "fp8_kernels.py"
 
 
 def test_the_interpreted_kernel_gives_the_bits_of_the_reference():
-    assert "23 passed, 8 skipped" in run(TRITON_INTERPRET="1")
+    assert "23 passed, 8 skipped" in run_program(PROGRAM, TRITON_INTERPRET="1")
 
 
 @pytest.mark.thorough
 def test_the_kernel_compiles_for_hopper_without_spills(tmp_path):
-    assert "8 passed, 23 skipped" in run(TRITON_CACHE_DIR=str(tmp_path))
+    assert "8 passed, 23 skipped" in run_program(PROGRAM, TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_tensors_for_the_kernel_and_for_the_reference():

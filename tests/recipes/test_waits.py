@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from primerl import loss, packing, parallel, testing
+from primerl._common import host_memory
 from primerl.attention import packed
 from primerl.attention.span_kernels import attend_by_span
 from primerl.types import TrainingSample
@@ -123,3 +124,17 @@ def test_the_host_waits_for_the_gpu_a_few_times_in_a_step(name, step, monkeypatc
     assert all(torch.equal(a, b) for a, b in zip(parameters, other.parameters(), strict=True))
     waits["micro-batch"] /= micro_batches
     assert +waits == EXPECTED[name]
+
+
+@pytest.mark.parametrize("changed", ["nothing", "copy", "source"])
+def test_values_that_were_changed_in_place_are_read_from_the_gpu(changed):
+    source, gpu = torch.arange(3), PretendedGPU()
+    with gpu:
+        copy = host_memory.to_device(source, GPU)
+        if changed != "nothing":
+            {"copy": copy, "source": source}[changed].add_(10)
+        gpu.waits.clear()
+        found = host_memory.on_host(copy)
+
+    assert found.tolist() == ([10, 11, 12] if changed == "copy" else [0, 1, 2])
+    assert len(gpu.waits) == (changed != "nothing")

@@ -85,6 +85,13 @@ def test_dense_calls_are_taken_where_padding_and_calls_cost_less_than_they_save(
     assert dense_is_faster(groups) == faster
 
 
+def test_each_call_costs_as_much_as_2048_squared_scores():
+    """In units of 1,024 squared: 14 / 1.8 + 3 * 4 > 14 + 4, but 30 / 1.8 + 4 * 4 < 30 + 4."""
+    groups = [(1, n, n) for n in (1024, 2048, 3072)]
+    assert not dense_is_faster(groups)
+    assert dense_is_faster([*groups, (1, 4096, 4096)])
+
+
 def test_documents_are_padded_to_few_lengths():
     assert [padded_length(n) for n in (1, 1024, 1025, 16_384)] == [1024, 1024, 2048, 16_384]
 

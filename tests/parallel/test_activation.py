@@ -246,3 +246,15 @@ def test_on_a_gpu(how, dtype):
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         atol = 1e-5 if dtype == torch.float32 else 2e-2 * a.grad.abs().max().item()
         torch.testing.assert_close(a.grad, b.grad, atol=atol, rtol=2e-2)
+
+
+def test_a_layer_that_computes_other_products_again_is_an_error():
+    def layer(x):
+        return (x @ weight if recomputing() else torch.addmm(x, x, weight)).exp()
+
+    x, weight = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3)
+    how = {"use_reentrant": False, "context_fn": activation._selective_contexts}
+    y = torch.utils.checkpoint.checkpoint(layer, x, **how)
+
+    with pytest.raises(RuntimeError, match=r"recomputes aten.mm.*where its forward pass computed"):
+        y.sum().backward()

@@ -114,6 +114,9 @@ ANSWERS = {
     "nan loss": "troubleshooting/",
     # What people type after the first run.
     "sequence length": "knobs/",
+    "group size": "knobs/",
+    "num generations": "knobs/",
+    "deepspeed": "knobs/",
     "context length": "knobs/",
     "context window": "knobs/",
     "fsdp": "knobs/",
@@ -125,6 +128,8 @@ ANSWERS = {
     "dapo": "recipes/",
     "custom dataset": "recipes/",
     "multi turn": "recipes/",
+    "reward model": "recipes/",
+    "system prompt": "recipes/",
     "save model": "checkpoints/",
     "export": "checkpoints/",
     "push to hub": "checkpoints/",

@@ -8,7 +8,8 @@ softmax and sampling are below one percent. A document of n tokens costs
 With causal attention, a query at position i = 1..n sees min(i, k) keys, where the limit k is a
 sliding window or the top-k of sparse attention. So pairs(n) is n (n+1) / 2 up to n = k or without a
 limit, and k (k+1) / 2 + (n - k) k for longer documents. In chunks of k tokens, it sees those of its
-chunk. Extra work of kernels (masked blocks, padding) is not counted, except that ``backward``
+chunk; where blocks of keys are chosen, those of its block, and all keys of k / block - 1 blocks
+before it. Extra work of kernels (masked blocks, padding) is not counted, except that ``backward``
 counts the scores that they compute again.
 """
 
@@ -35,8 +36,8 @@ FAMILIES = frozenset([  # model_type of the language model
     "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss",
     "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
     "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_k2",
-    "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3",
-    "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model",
+    "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2",
+    "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "mllama_text_model",
     "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
     "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
@@ -55,7 +56,6 @@ REFUSED = {
     "gemma3n_text": "keeps several streams, and mixes them by coefficients",
     "hrm_text": "runs its layers several times, and some of them without a gradient",
     "recurrent_gemma": "has recurrent layers of which torch counts only a part",
-    "minimax_m3_vl_text": "chooses blocks of keys, and computes all pairs of a document's tokens",
     "deepseek_v4": "compresses keys, and computes all pairs of a document's tokens",
     "longcat_flash": "has experts that compute nothing, so the cost of a token depends on routing",
 }
@@ -222,8 +222,9 @@ class _Layer:
     """The part of ``per_pair`` that computes scores; the rest weighs values."""
     keys: float = np.inf
     mixer: MixerCost | None = None
-    chunked: bool = False
-    """Whether a query sees the keys of its chunk, of ``keys`` tokens, instead of a window."""
+    block: int = 0
+    """If above 0, a query sees ``keys / block`` blocks of keys: its own, up to itself, and others
+    before it. Chunks are such blocks, of which it sees one."""
     per_latent_pair: int = 0
     """Multiply-adds per pair where an indexer chooses the keys; 0 without an indexer."""
     per_latent_score: int = 0
@@ -236,11 +237,14 @@ class _Layer:
 
     def pairs(self, tokens: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
         """Return the number of query-key pairs of each document."""
-        if not self.chunked:
+        if not self.block:
             return _pairs(tokens, self.keys)
-        whole = tokens // self.keys
-        rest = tokens - whole * self.keys
-        return np.asarray((whole * self.keys * (self.keys + 1) + rest * (rest + 1)) / 2)
+        whole, others = tokens // self.block, self.keys / self.block - 1
+        rest = tokens - whole * self.block
+        own = (whole * self.block * (self.block + 1) + rest * (rest + 1)) / 2
+        ramp = np.minimum(whole, others + 1)
+        earlier = self.block * (ramp * (ramp - 1) / 2 + (whole - ramp) * others)
+        return np.asarray(own + self.block * (earlier + rest * np.minimum(whole, others)))
 
     def mixing(self, tokens: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
         """Return the multiply-adds of a mixer, without its projections."""
@@ -329,6 +333,36 @@ def _kind(config: Any, index: int) -> str:
     return kinds[index] if kinds else ""
 
 
+def keeps_keys(config: Any, index: int) -> bool:
+    """Whether a layer has attention, not only a state or a feed-forward layer."""
+    kinds_without = ("linear_attention", "mamba", "conv", "mlp", "moe")
+    return _kind(config, index) not in kinds_without
+
+
+@attrs.frozen(kw_only=True)
+class HeadSizes:
+    """The numbers and sizes of the heads of a layer's attention, where it keeps no latents."""
+
+    heads: int
+    key_heads: int
+    key: int
+    """Size of a query and of a key."""
+    value: int
+
+
+def head_sizes(config: Any, index: int) -> HeadSizes:
+    """Return the numbers and sizes of the heads of a layer's attention."""
+    layer_heads = getattr(config, "num_attention_heads_per_layer", None)
+    heads = layer_heads[index] if layer_heads else config.num_attention_heads
+    size = value = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    key_heads = 1 if getattr(config, "multi_query", False) else key_heads
+    if _family(config) == "mimo_v2_flash":
+        value = config.v_head_dim
+        key_heads *= 1 if np.isinf(visible_keys(config, index)) else 2
+    return HeadSizes(heads=heads, key_heads=key_heads, key=size, value=value)
+
+
 def _mixing(config: Any, index: int) -> dict[str, Any]:
     """Return the cost of a layer's attention, of its mixer, or of both."""
     kind = _kind(config, index)
@@ -346,18 +380,13 @@ def _mixing(config: Any, index: int) -> dict[str, Any]:
 
 def _attention(config: Any, index: int) -> dict[str, Any]:
     hidden, heads = config.hidden_size, config.num_attention_heads
+    if _kind(config, index) == "minimax_m3_sparse":
+        return _block_attention(config, index)
     keys = visible_keys(config, index)
     if getattr(config, "kv_lora_rank", None) is None:
-        layer_heads = getattr(config, "num_attention_heads_per_layer", None)
-        heads = layer_heads[index] if layer_heads else heads
-        size = getattr(config, "head_dim", None) or hidden // heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        key_heads = 1 if getattr(config, "multi_query", False) else key_heads
-        value = size
-        if _family(config) == "mimo_v2_flash":
-            value = config.v_head_dim
-            key_heads *= 1 if np.isinf(keys) else 2
-        projections = hidden * (size + value) * (heads + key_heads)
+        sizes = head_sizes(config, index)
+        heads, size, value = sizes.heads, sizes.key, sizes.value
+        projections = hidden * (size + value) * (heads + sizes.key_heads)
         # Differential attention computes scores twice, once for each half of the values.
         scored = 2 if _family(config) == "diffllama" else 1
         return {
@@ -366,7 +395,7 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
             "per_pair": heads * (size + value) * scored,
             "per_score": heads * size * scored,
             "keys": keys,
-            "chunked": _is_chunked(config, index),
+            "block": int(keys) if _is_chunked(config, index) else 0,
         }
     latent, rope = config.kv_lora_rank, _need(config, "qk_rope_head_dim")
     nope, value = _need(config, "qk_nope_head_dim"), _need(config, "v_head_dim")
@@ -395,6 +424,29 @@ def _attention(config: Any, index: int) -> dict[str, Any]:
             )
             result["indexer_per_pair"] = index_heads * (size + 1)
     return result
+
+
+def _block_attention(config: Any, index: int) -> dict[str, Any]:
+    """Return the cost of attention to blocks of keys, which an indexer chooses for each key head.
+
+    The indexer always chooses a query's own block.
+    """
+    if config.index_local_blocks < 1:
+        raise ValueError("config.index_local_blocks is 0; expected at least 1, a query's own block")
+    sizes, hidden, size = head_sizes(config, index), config.hidden_size, config.index_head_dim
+    per_score = sizes.heads * sizes.key
+    per_pair = per_score + sizes.heads * sizes.value
+    return {
+        "projections": hidden * (sizes.key + sizes.value) * (sizes.heads + sizes.key_heads),
+        "per_pair": per_pair,
+        "per_score": per_score,
+        "keys": float(config.index_topk_blocks * config.index_block_size),
+        "block": config.index_block_size,
+        "per_latent_pair": per_pair,  # there are no latents
+        "per_latent_score": per_score,
+        "indexer": hidden * (config.index_n_heads + 1) * size,  # all heads share one key
+        "indexer_per_pair": config.index_n_heads * size,
+    }
 
 
 def _gates_and_routers(config: Any, heads: int, size: int) -> int:
@@ -483,6 +535,8 @@ def _feed_forward(config: Any, index: int) -> dict[str, Any]:
     if not active:
         if family in ("gpt2", "gpt_bigcode"):
             size = getattr(config, "n_inner", None) or 4 * hidden
+        elif family == "minimax_m3_vl_text":
+            size = config.dense_intermediate_size
         else:
             size = _need(config, "intermediate_size", "ffn_dim", "dff")
         return {"mlp": matrices * hidden * size + layer_embeddings}
@@ -519,11 +573,10 @@ def _feed_forward_of_its_own(config: Any, index: int) -> dict[str, int]:
             return {"mlp": shared}
         return _expert_weights(config, dense, hidden * experts + shared)
     if family == "jamba":
-        sparse = index % config.expert_layer_period == config.expert_layer_offset
-        if not (experts > 1 and sparse):
+        if not _chosen(config, index):
             return {"mlp": dense}
         return _expert_weights(config, dense, hidden * experts)
-    if index not in config.moe_layers:  # Llama 4
+    if not _chosen(config, index):  # Llama 4
         return {"mlp": 3 * hidden * config.intermediate_size_mlp}
     return _expert_weights(config, dense, hidden * experts + dense)
 
@@ -551,7 +604,7 @@ def _shared_experts(config: Any, expert: int) -> int:
     if family == "hunyuan_v1_moe":
         return int(3 * hidden * config.intermediate_size)
     if size := _first(config, "shared_expert_intermediate_size", "shared_intermediate_size"):
-        gate = 0 if family in ("laguna", "granitemoeshared") else hidden
+        gate = 0 if family in ("laguna", "granitemoeshared", "minimax_m3_vl_text") else hidden
         return int(3 * hidden * size + gate)
     return expert * _first(
         config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"
@@ -564,6 +617,14 @@ def _first(config: Any, *names: str) -> int:
 
 
 def _has_experts(config: Any, index: int) -> bool:
+    family = _family(config)
+    if family == "nemotron_h":
+        return _kind(config, index) == "moe"
+    if family == "jamba":  # with a single expert, its layers are dense
+        sparse = index % config.expert_layer_period == config.expert_layer_offset
+        return bool(_routed_experts(config) > 1 and sparse)
+    if family == "llama4_text":
+        return index in config.moe_layers
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is not None:
         return bool(kinds[index] == "sparse")

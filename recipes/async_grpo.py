@@ -320,6 +320,7 @@ def main(args: Args) -> None:
                         minibatch,
                         max_tokens=args.pack_tokens,
                         ranks=mesh.batches,
+                        cost=packing.document_cost(model.config),
                         share_prefixes=True,  # computes the prompt of a group once
                     )
                     batches = parallel.scatter(

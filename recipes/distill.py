@@ -285,7 +285,11 @@ def score(
     """
     if isinstance(teacher, torch.nn.Module):
         packed = packing.pack(
-            samples, max_tokens=args.pack_tokens, ranks=mesh.batches, share_prefixes=True
+            samples,
+            max_tokens=args.pack_tokens,
+            ranks=mesh.batches,
+            cost=packing.document_cost(teacher.config),
+            share_prefixes=True,
         )
         batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=device)
         scored = [score_batch(teacher, batch, top_k=args.top_k) for batch in batches]
@@ -464,6 +468,7 @@ def main(args: Args) -> None:
                     samples,
                     max_tokens=args.pack_tokens,
                     ranks=mesh.batches,
+                    cost=packing.document_cost(model.config),
                     share_prefixes=True,  # computes the prompt of a group once
                 )
                 batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device)

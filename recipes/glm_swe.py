@@ -723,6 +723,7 @@ def main(args: Args) -> None:
                     samples,
                     max_tokens=args.context,
                     ranks=mesh.batches,
+                    cost=packing.document_cost(model.config),
                     share_prefixes=True,  # computes the common turns of branches once
                 )
                 batches = parallel.scatter(packed, packing.PackedBatch, mesh, device=world.device)

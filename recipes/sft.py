@@ -17,7 +17,6 @@ checkpoint; ``--resume RUN_DIR`` continues with the next batch, on any number of
 
 import contextlib
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ with track.interruptible():  # on Ctrl-C, print one line instead of a traceback
     from primerl import (
         checkpoint,
         data,
-        flops,
         loss,
         models,
         packing,
@@ -241,18 +239,6 @@ def learning_rate(step: int, args: Args) -> float:
     return args.lr * (1 + math.cos(math.pi * progress)) / 2
 
 
-def packing_cost(config: Any) -> Any:
-    """Return the cost of a document for packing: its FLOPs; None counts tokens instead.
-
-    None is for model families whose FLOPs are not counted.
-    """
-    try:
-        flops.parameters(config)
-    except ValueError:
-        return None
-    return partial(flops.training, config)
-
-
 def to_batches(
     samples: list[TrainingSample], model: Any, mesh: parallel.Mesh, device: Any, args: Args
 ) -> list[packing.PackedBatch]:
@@ -262,7 +248,7 @@ def to_batches(
         max_tokens=args.pack_tokens,
         ranks=mesh.batches,
         too_long="alone",
-        cost=packing_cost(model.config),
+        cost=packing.document_cost(model.config),
         share_prefixes=True,  # computes common prefixes of conversations once
     )
     return parallel.scatter(packed, packing.PackedBatch, mesh, device=device)

@@ -190,7 +190,8 @@ def test_every_admitted_family_is_counted_or_refused_with_its_reason(family):
 
     parts, sizes = flops.breakdown(model.config, n), flops.parameters(model.config)
 
-    if family not in ("deepseek_v32", "glm_moe_dsa"):  # their indexers are counted by other tests
+    others = ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text")
+    if family not in others:  # their indexers are counted by other tests
         assert parts.attention_scores == attention * (n + 1) / (2 * n)
         assert parts.total - parts.attention_scores == sum(counts.values()) - attention
     assert 2 * n * sizes.active == sum(counts.values()) - attention
@@ -211,10 +212,55 @@ def test_linear_attention_and_state_space_layers_run_what_is_counted(family):
     # Eager attention computes n * n pairs; ours are causal.
     config = flops._language_model(model.config)
     masked = sum(layer.per_pair for layer in flops._layers(config)) * n * (n - 1)
+    masked += beside_mamba_2(model, n)
     assert ours + masked == pytest.approx(
         counter.get_total_flops() - rotary_angles(counter), rel=0.02
     )
     assert flops.training(model.config, n) == 3 * ours
+
+
+def beside_mamba_2(model, n):
+    """FLOPs of Mamba 2 in plain torch that its algorithm (arXiv:2405.21060) doesn't need.
+
+    Keys and queries are repeated for each head of a group, and the states of chunks are combined
+    over all pairs of chunks.
+    """
+    total = 0
+    for mixer in model.modules():
+        if hasattr(mixer, "n_groups") and hasattr(mixer, "ssm_state_size"):
+            repeated = (mixer.num_heads - mixer.n_groups) * mixer.ssm_state_size
+            state = mixer.num_heads * mixer.head_dim * mixer.ssm_state_size
+            chunks = n // mixer.chunk_size + 1  # and the state before the document
+            total += 2 * (n * mixer.chunk_size * repeated + chunks**2 * state)
+    return total
+
+
+@pytest.mark.parametrize("family", sorted(MIXED_FAMILIES))
+def test_mixers_are_linear_in_the_length_of_long_documents(family):
+    config = tiny_config(family)
+    mixers = [layer for layer in flops._layers(config) if layer.mixer]
+
+    assert mixers
+    for layer in mixers:
+        short, long = layer.mixing(np.array([2.0**16, 2.0**20]))
+        assert long == 16 * short
+
+
+def test_mamba_2_by_hand():
+    """Its chunked algorithm: scores of each group, and values and states of each head."""
+    config = tiny_config("bamba")
+    heads, size, state = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    groups, chunk = config.mamba_n_groups, config.mamba_chunk_size
+    assert heads > groups
+    n = 4 * chunk
+    scores = n * chunk * groups * state
+    values = n * chunk * heads * size
+    states = 2 * n * heads * size * state  # into the state of a chunk, and from that before
+    convolution = n * config.mamba_d_conv * (heads * size + 2 * groups * state)
+
+    (layer,) = {one for one in flops._layers(config) if one.mixer}
+
+    assert layer.mixing(np.array([float(n)])) == scores + values + states + convolution
 
 
 def test_families_that_are_listed_are_admitted():
@@ -377,6 +423,64 @@ def test_latent_queries_may_be_projected_at_once():
     assert (
         flops.breakdown(config.config, 4).attention_projections == counted(config, 4)["projections"]
     )
+
+
+EXPERTS_IN_SOME = {  # where the tiny model has experts in all layers
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "jamba": {"num_hidden_layers": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "llama4_text": {"interleave_moe_layer_step": 2, "moe_layers": None},
+    "qwen3_moe": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("family", ADMITTED)
+def test_experts_are_chosen_in_the_layers_that_have_them(family):
+    model = tiny_family(family, **EXPERTS_IN_SOME.get(family, {}))
+    kind = model.config.get_text_config(decoder=True).model_type
+    if kind in flops.REFUSED:
+        pytest.skip(f"{kind} {flops.REFUSED[kind]}")
+    chosen = flops.chosen_experts(model.config)
+    names = [name for name, module in model.named_modules() if is_mixture(module)]
+    found = {int(re.search(r"layers\.(\d+)\.", name)[1]) for name in names}
+
+    assert {index for index, count in enumerate(chosen) if count} == found
+    if family in EXPERTS_IN_SOME:
+        assert 0 < len(found) < len(chosen)
+
+
+def is_mixture(module):
+    """Whether a module is a feed-forward layer with experts, by the modules of transformers."""
+    if type(module).__name__ == "JetMoeMoE":
+        return True
+    return hasattr(module, "experts") and isinstance(module.experts, torch.nn.Module)
+
+
+def test_chosen_blocks_of_keys_are_counted():
+    """MiniMax-M3: pairs as its attention has them, and its indexer, of documents beyond the top."""
+    model = tiny_family("minimax_m3_vl_text", index_block_size=4, index_topk_blocks=3).eval()
+    model.set_attn_implementation("eager")
+    config = model.config.get_text_config()
+    sparse = config.layer_types.index("minimax_m3_sparse")
+
+    for n in (1, 3, 12, 13, 16, 18, 31):
+        with torch.no_grad():
+            out = model(torch.arange(n)[None] + 3, output_attentions=True, use_cache=False)
+        seen = sum(int((weights[0, 0] > 0).sum()) for weights in out.attentions)
+        widths = 2 * config.num_attention_heads * config.head_dim
+        parts = flops.breakdown(config, n)
+        assert parts.attention_scores == 2 * widths * seen
+        indexer = model.get_submodule(f"model.layers.{sparse}.self_attn.indexer")
+        weights = sum(p.numel() for p in indexer.parameters() if p.ndim > 1)
+        per_pair = config.index_n_heads * config.index_head_dim
+        expected = 2 * (n * weights + n * (n + 1) // 2 * per_pair)
+        assert parts.indexer == (expected if n > 12 else 0)
+
+
+def test_a_query_that_may_not_see_its_own_block_is_refused():
+    config = tiny_config("minimax_m3_vl_text", index_local_blocks=0)
+    with pytest.raises(ValueError, match="index_local_blocks is 0; expected at least 1"):
+        flops.forward(config, 5)
 
 
 def test_experts_in_some_layers_only():

@@ -1,7 +1,12 @@
 """Weights and multiply-adds of linear attention, state-space layers and convolutions.
 
-The multiply-adds are those of the chunked algorithms that ``transformers`` runs in plain torch. In
-a chunk of C tokens, a token meets C others; from chunk to chunk, a state is carried.
+The multiply-adds are those of the chunked algorithms: the delta rule (arXiv:2412.06464), Mamba 2
+(arXiv:2405.21060) and lightning attention (arXiv:2401.04658). In a chunk of C tokens, a token meets
+C others; from chunk to chunk, a state is carried. So they grow linearly with long documents.
+
+In plain torch, ``transformers`` computes more for Mamba 2: it repeats the keys and queries (B and
+C) of a group for each head, and computes the states of chunks by a product over all pairs of
+chunks, which grows quadratically. The algorithm doesn't need that, so it is not counted.
 """
 
 from collections.abc import Callable
@@ -29,15 +34,11 @@ class MixerCost:
     """Number of tokens of a chunk."""
     per_pair: int = 0
     """Multiply-adds of a token with each token of its chunk, earlier or later."""
-    per_block_pair: int = 0
-    """Multiply-adds for each pair of chunks of a document."""
 
     def mixing(self, tokens: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
         """Return the multiply-adds for documents, without the projections."""
         within = self.per_pair * np.minimum(tokens, self.block)
-        chunks = np.ceil(tokens / self.block) + 1
-        pairs = self.per_block_pair * np.where(tokens > 0, chunks**2, 0)
-        return np.asarray(tokens * (self.per_token + self.filters + within) + pairs)
+        return np.asarray(tokens * (self.per_token + self.filters + within))
 
 
 def _gated_delta_rule(config: Any) -> MixerCost:
@@ -82,8 +83,7 @@ def _mamba_2(config: Any) -> MixerCost:
         filters=_either(config, "mamba_d_conv", "conv_kernel") * mixed,
         per_token=2 * inner * state,
         block=_either(config, "mamba_chunk_size", "chunk_size"),
-        per_pair=heads * (state + size),
-        per_block_pair=inner * state,
+        per_pair=groups * state + heads * size,  # the heads of a group share B and C
     )
 
 

@@ -146,7 +146,7 @@ def pack(
         max_tokens: the maximum number of tokens in a micro-batch.
         ranks: number of data-parallel ranks.
         cost: maps an array of sample lengths to their costs, such as
-            ``functools.partial(flops.training, model.config)``. By default the cost is the length.
+            ``packing.document_cost(model.config)``. By default the cost is the length.
         too_long: what to do with a sample longer than ``max_tokens``: ``"raise"`` an error, or pack
             it ``"alone"`` in a micro-batch. To skip such samples, leave them out of ``samples``.
         share_prefixes: if samples of a micro-batch begin with the same untrained tokens, such as a

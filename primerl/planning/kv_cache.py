@@ -19,8 +19,9 @@ def kv_bytes(config: Any, kv_cache_dtype: KVDtype = "auto", *, tokens: int = 1) 
     bits, and the indexer's key in FP8 with its scale.
 
     Assumed: a layer with a sliding window or chunks keeps at most that many tokens, and blocks are
-    not rounded up. Linear attention and state spaces keep no bytes per token; their states, of one
-    size per sequence, are not counted.
+    not rounded up. Layers without attention (linear attention, state spaces, convolutions, or
+    feed-forward layers) keep no bytes per token; their states, of one size per sequence, are not
+    counted.
 
     Raises:
         ValueError: the size of the cache of this model can't be derived from its config.
@@ -54,15 +55,17 @@ def _layers(config: Any, kv_cache_dtype: KVDtype) -> Iterator[tuple[int, int, in
     text = config.get_text_config()
     family = getattr(text, "model_type", "")
     known = family in flops.FAMILIES or getattr(text, "layer_types", None)
+    if family == "minimax_m3_vl_text":  # the format of its indexer's keys in vLLM is not known
+        known = False
     if not known or not getattr(text, "num_attention_heads", None):
         raise ValueError(
-            f"the KV cache of model_type {family!r} can't be derived from its config; expected a "
-            "family of primerl.flops, or a config with layer_types and num_attention_heads"
+            f"the KV cache of model_type {family!r} can't be derived from its config; expected "
+            "another family of primerl.flops, or a config with layer_types and num_attention_heads"
         )
     for index, layer in enumerate(flops.layer_configs(text)):
         most = _kept_tokens(layer, index)
         yield (
-            _token_bytes(layer, kv_cache_dtype) if most else 0,
+            _token_bytes(layer, index, kv_cache_dtype) if most else 0,
             most,
             _indexer_bytes(layer, index) if most else 0,
         )
@@ -70,22 +73,21 @@ def _layers(config: Any, kv_cache_dtype: KVDtype) -> Iterator[tuple[int, int, in
 
 def _kept_tokens(config: Any, index: int) -> int:
     """Return the largest number of tokens of a sequence whose keys and values a layer keeps."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[index] == "linear_attention":
+    if not flops.keeps_keys(config, index):
         return 0
+    kinds = getattr(config, "layer_types", None)
     if kinds and kinds[index] == "chunked_attention":
         return int(config.attention_chunk_size)
     keys = flops.visible_keys(config, index)
     return 2**63 if math.isinf(keys) else int(keys)
 
 
-def _token_bytes(config: Any, kv_cache_dtype: KVDtype) -> int:
+def _token_bytes(config: Any, index: int, kv_cache_dtype: KVDtype) -> int:
     number = 1 if kv_cache_dtype == "fp8" else 2
     latent = getattr(config, "kv_lora_rank", None)
     if latent is None:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return int(number * 2 * size * heads)
+        sizes = flops.head_sizes(config, index)
+        return number * sizes.key_heads * (sizes.key + sizes.value)
     rope = config.qk_rope_head_dim
     if getattr(config, "index_topk", None) is not None and kv_cache_dtype == "fp8":
         return int(latent + 4 * (latent // QUANTIZED) + 2 * rope)

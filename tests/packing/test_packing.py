@@ -9,7 +9,8 @@ from conftest import make_sample
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from primerl import packing
+from primerl import flops, packing
+from primerl.testing.families import tiny_config
 from primerl.types import NOT_SAMPLED, TrainingSample
 
 
@@ -426,6 +427,19 @@ def test_a_giant_shares_its_micro_step_with_as_much_as_it_takes():
 
     assert len(result[0]) == 1
     assert in_lockstep(result, [8] + [1] * 24) == 8
+
+
+def test_families_whose_flops_are_not_counted_are_balanced_by_tokens(caplog):
+    dense = tiny_config("llama")
+    assert packing.document_cost(dense)([8, 9]).tolist() == flops.training(dense, [8, 9]).tolist()
+    assert not caplog.records
+    for _ in range(3):  # once per step
+        assert packing.document_cost(tiny_config("longcat_flash")) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    reason = flops.REFUSED["longcat_flash"]
+    assert record.getMessage().startswith("packs are balanced by tokens instead of FLOPs: ")
+    assert record.getMessage().endswith(reason)
 
 
 def test_pack_balances_by_the_cost_that_it_is_given():

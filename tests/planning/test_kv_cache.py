@@ -1,9 +1,12 @@
-"""Bytes of KV cache by hand: windows, linear attention, and families that are not known."""
+"""Bytes of KV cache by hand and in transformers: windows, linear attention, unknown families."""
 
 import pytest
+import torch
 import transformers
 
+from primerl import flops
 from primerl.planning.kv_cache import kv_bytes, kv_read
+from primerl.testing.families import tiny_config, tiny_family
 
 SIZES = {
     "hidden_size": 64,
@@ -42,6 +45,54 @@ def test_linear_attention_keeps_no_bytes_per_token():
     assert kv_bytes(config, "fp8", tokens=100) == LAYER * 50
 
 
+@pytest.mark.parametrize(
+    ("family", "settings", "layers"),
+    [
+        ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, 2),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2}, 2),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+            1,
+        ),
+    ],
+)
+def test_layers_without_attention_keep_no_bytes(family, settings, layers):
+    config = config_of(family, **settings)
+    assert kv_bytes(config, tokens=100) == layers * LAYER * 100
+    assert kv_read(config, tokens=100) == layers * LAYER * 100
+
+
+def test_layers_with_windows_may_have_other_heads_and_values():
+    kinds = ["full_attention", "sliding_attention"] * 2
+    config = config_of("mimo_v2_flash", v_head_dim=8, sliding_window=8, layer_types=kinds)
+    full, windowed = 2 * 2 * (16 + 8), 2 * 4 * (16 + 8)
+    assert kv_bytes(config, tokens=100) == 2 * (full * 100 + windowed * 8)
+
+
+TOKENS = 6  # shorter than the windows and chunks of tiny models
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("family", sorted(flops.FAMILIES))
+def test_a_sequence_keeps_what_the_cache_of_transformers_keeps(family):
+    try:
+        config = tiny_config(family)
+        planned = kv_bytes(config, tokens=TOKENS)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if getattr(config.get_text_config(), "kv_lora_rank", None) is not None:
+        pytest.skip("transformers expands latents before it keeps them")
+    model = tiny_family(family).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(3, 3 + TOKENS)[None], use_cache=True).past_key_values
+
+    tensors = [getattr(one, name, None) for one in cache.layers for name in ("keys", "values")]
+    kept = sum(x.numel() for x in tensors if x is not None)
+    assert kept > 0
+    assert planned == 2 * kept  # in 16 bits
+
+
 def test_an_indexer_reads_all_of_its_keys_and_the_chosen_latents():
     config = transformers.AutoConfig.for_model(
         "glm_moe_dsa",
@@ -57,7 +108,9 @@ def test_an_indexer_reads_all_of_its_keys_and_the_chosen_latents():
     assert kv_read(config, tokens=10) == 2 * 10 * (latent + key)
 
 
-@pytest.mark.parametrize("family", ["t5", "bert", "mamba2", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "family", ["t5", "bert", "mamba2", "recurrent_gemma", "minimax_m3_vl_text"]
+)
 def test_the_cache_of_other_models_is_not_guessed(family):
     config = transformers.AutoConfig.for_model(family)
     with pytest.raises(ValueError, match=r"can't be derived|is not supported|does not support"):

@@ -351,11 +351,6 @@ def test_files_are_shuffled_together_or_drawn_by_shares(recipe, folder):
         recipe.open_stream(recipe.Args(model="", data=paths, shares=(1.0,)))
 
 
-def test_families_whose_flops_are_not_counted_are_balanced_by_tokens(recipe):
-    assert recipe.packing_cost(testing.tiny_model("llama").config)([8]) > 0
-    assert recipe.packing_cost(testing.tiny_model("longcat_flash").config) is None
-
-
 def test_the_learning_rate_rises_and_falls(recipe):
     args = recipe.Args(model="", data=(), lr=2.0, warmup=2, steps=6)
     rates = [recipe.learning_rate(step, args) for step in range(6)]

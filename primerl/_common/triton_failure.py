@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-# Besides Triton's own errors.
-_EXPECTED = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
-
 _log = logging.getLogger(__name__)
 
 
@@ -22,17 +19,18 @@ def failure_of_triton(
     """
     try:
         run_once(device)
-    except (*_EXPECTED, *_own_errors()) as error:
+    except _errors() as error:
         reason = f"Triton can't run on {device}: {error}"
         _log.warning("%s %s", consequence, reason)
         return reason
     return None
 
 
-def _own_errors() -> tuple[type[Exception], ...]:
-    """Return the base class of Triton's own errors, if Triton can be imported."""
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the errors with which kernels fail: Triton's own, too, if it can be imported."""
+    expected = (ImportError, OSError, RuntimeError, subprocess.SubprocessError)
     try:
         from triton.errors import TritonError
-    except (ImportError, OSError, RuntimeError):
-        return ()
-    return (TritonError,)
+    except expected:
+        return expected
+    return (*expected, TritonError)

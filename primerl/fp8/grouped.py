@@ -136,8 +136,8 @@ def _weight_gradients(ctx: Any, dy: Float[Tensor, "n o"], x: Float[Tensor, "n i"
         if ctx.of_gradient is None:
             dw[expert] = product_of_16_bits(of_y, of_x, dtype=ctx.dtype)
         else:
-            left, right = activations(of_y, ctx.form), activations(of_x.t(), ctx.form)
-            dw[expert] = ctx.of_gradient.multiply(left, right, dtype=ctx.dtype)
+            a, b = activations(of_y, ctx.form), activations(of_x.t(), ctx.form)
+            dw[expert] = ctx.of_gradient.multiply(a, b, dtype=ctx.dtype)
     return dw
 
 

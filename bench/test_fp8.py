@@ -45,14 +45,16 @@ def variants(x, w):
     """Return the products to measure, by name; the first is the baseline, bfloat16."""
     found = {"bf16": lambda: x @ w.t()}
     for name in BACKENDS:
-        try:
-            require_backend(name, FORM, DEVICE)
-        except ValueError as error:
-            print(f"\n{error}", end="")
-            continue
         if name == "reference" and DEVICE.type == "cuda":
             continue  # emulation
         for gradient in ("bf16", "fp8"):
+            try:
+                require_backend(name, FORM, DEVICE)
+                if gradient == "fp8":
+                    require_backend(name, FORM, DEVICE, "weight_gradient")
+            except ValueError as error:
+                print(f"\nweight gradient in {gradient}: {error}", end="")
+                continue
             found[f"{name}, weight gradient in {gradient}"] = partial(
                 linear, x, w, form=FORM, weight_gradient=gradient, backend=name
             )

@@ -10,12 +10,16 @@ d]`` by ``[d, chosen]``. Its backward pass gathers them again, and adds the grad
 the latents by ``index_add_``.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from primerl._common.forward_passes import has_values
+from primerl._common.triton_failure import failure_of_triton
 
 # Numbers that the torch form gathers at a time on a CPU: 1 MB in float32, which fits into the cache
 # of a core. It took 1.7 times as long with 16 MB.
@@ -61,7 +65,23 @@ def reason_against_triton(query: Tensor, width: int) -> str | None:
     for size in (width, query.shape[2] - width):
         if size < 16 or size & (size - 1):
             return f"its blocks have powers of 2 from 16 on as widths, not {size}"
-    return None
+    return _failure_of_triton(query.device) if has_values(query) else None
+
+
+@functools.cache
+def _failure_of_triton(device: torch.device) -> str | None:
+    consequence = "Attention to chosen latents runs without its kernel, more slowly."
+    return failure_of_triton(_run_once, device, consequence=consequence)
+
+
+def _run_once(device: torch.device) -> None:
+    """Run the kernel of the forward pass for one query and one key, of the smallest sizes."""
+    from primerl.attention import latent_triton
+
+    query = torch.zeros(1, 16, 32, device=device, dtype=torch.bfloat16)
+    first = torch.zeros(1, device=device, dtype=torch.int32)
+    outputs = _empty_outputs(query, 16)
+    latent_triton.forward(query, query[:, 0], first.view(1, 1), first, first, 1.0, *outputs)
 
 
 @torch.library.custom_op("primerl::attend_to_latents", mutates_args=())

@@ -75,7 +75,10 @@ def convert_linears(
     check_weight_gradient(weight_gradient)
     _refuse_wrong_order(model)
     if backend != "auto":
-        require_backend(backend, form, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        require_backend(backend, form, device)
+        if weight_gradient == "fp8":
+            require_backend(backend, form, device, "weight_gradient")
     chosen = {
         name: module
         for name, module in model.named_modules()

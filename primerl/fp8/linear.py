@@ -19,7 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.fp8.backends.choice import BackendName, require_backend
+from primerl.fp8.backends.choice import BackendName, Product, require_backend
 from primerl.fp8.format import BLOCK_FP8, Format, scale_type
 from primerl.fp8.quantization import layouts, operand
 
@@ -85,13 +85,17 @@ def linear(
     if this process is the only rank.
     """
     if keep_weight is None:
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        keep_weight = ranks == 1
+        keep_weight = keeps_weights()
     rows = x.reshape(-1, x.shape[-1])
     y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         rows, w, form, weight_gradient, backend, keep_weight
     )
     return y.view(*x.shape[:-1], w.shape[0])
+
+
+def keeps_weights() -> bool:
+    """Check whether quantized weights are kept for the backward pass: this rank is the only one."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 class _Linear(torch.autograd.Function):
@@ -155,7 +159,8 @@ def _multiply(
     """Compute ``a b^T``, with blocks of 1 row in ``a`` and of ``b_rows`` rows in ``b``."""
     name: Any = backend
     form = Format(scale=scale_type(a_scales), block=block, weight_rows=weight_rows)
-    able = require_backend(name, form, a.device)
+    product: Product = "weight" if b_rows == weight_rows else "weight_gradient"
+    able = require_backend(name, form, a.device, product)
     left = operand(a, a_scales, rows=1, block=block)
     right = operand(b, b_scales, rows=b_rows, block=block)
     return able.multiply(left, right, dtype=dtype).contiguous()
@@ -164,11 +169,6 @@ def _multiply(
 @_multiply.register_fake
 def _(a: Tensor, a_scales: Tensor, b: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001
     return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-1])
-
-
-def kept_input(x: Tensor, weight_gradient: WeightGradient) -> Tensor:
-    """Return the input as saved for the weight gradient: in bfloat16, unless that is in FP8."""
-    return x if weight_gradient == "fp8" else x.to(torch.bfloat16)
 
 
 def product_of_16_bits(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,6 @@
 """Quantization of tensors to block-scaled FP8, and dequantization."""
 
 import functools
-import importlib.util
 import math
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from primerl._common.forward_passes import has_values
+from primerl._common.triton_failure import failure_of_triton
 from primerl.fp8.format import (
     EPSILON,
     FP8,
@@ -135,16 +136,6 @@ def weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
     return operand(*found, rows=form.weight_rows, block=form.block)
 
 
-def transposed_weight(w: Float[Tensor, "*e o i"], form: Format) -> Quantized:
-    """Quantize the transposed weight ``[i, o]``, by which the data gradient multiplies.
-
-    With square blocks, it has the FP8 values and scales of ``weight``. Otherwise, it is quantized
-    with blocks along ``o``.
-    """
-    found = layouts(w, form.weight_rows, form, straight=False, transposed=True)[2:]
-    return operand(*found, rows=form.weight_rows, block=form.block)
-
-
 def layouts(
     x: Float[Tensor, "*e m k"],
     rows: int,
@@ -242,11 +233,23 @@ def reason_against_triton(x: Tensor, block: int) -> str | None:
     """Return why a tensor is quantized by ``quantize_blocks``; None if Triton's kernel does."""
     if not x.is_cuda or torch.version.hip is not None:
         return "the kernel is for Nvidia's GPUs"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if block not in KERNEL_BLOCKS:
         return f"the kernel takes blocks of 16, 32, 64 or 128, not {block}"
-    return None if x.numel() else "the tensor is empty"
+    if not x.numel():
+        return "the tensor is empty"
+    return _failure_of_triton(x.device) if has_values(x) else None
+
+
+@functools.cache
+def _failure_of_triton(device: torch.device) -> str | None:
+    consequence = "FP8 quantization runs without its fused kernel, more slowly."
+    return failure_of_triton(_run_once, device, consequence=consequence)
+
+
+def _run_once(device: torch.device) -> None:
+    from primerl.fp8 import quantization_triton
+
+    quantization_triton.run_once(device)
 
 
 def quantize_blocks(

@@ -162,6 +162,15 @@ def quantize_into(
         )
 
 
+def run_once(device: torch.device) -> None:
+    """Quantize a small matrix with each shape of blocks, to find out whether the kernel can run."""
+    x = torch.ones(16, 16, device=device)
+    for rows in (1, 16):
+        values = torch.empty(16, 16, dtype=torch.uint8, device=device)
+        scales = torch.empty(16 // rows, device=device)
+        quantize_into(x, (values, scales), None, rows=rows, block=16)
+
+
 def tile(rows: int, block: int, *, transposed: bool) -> tuple[int, int]:
     """Return the height of a tile, which is ``block`` wide, and the number of its warps."""
     height = block if rows == block or transposed else ROWS

@@ -4,8 +4,6 @@ On a CUDA device, Triton kernels compute the statistics and the gradient of a ti
 (``linear_head_triton``). Elsewhere, and in float64, the torch forms here do.
 """
 
-import logging
-import subprocess
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from primerl._common.forward_passes import has_values
+from primerl._common.triton_failure import failure_of_triton
 
 # Elements of a tile. A CPU's tile fits into its cache; an accelerator needs fewer, larger kernels:
 # 256 MiB of logits in float32, and half of it for their gradient in 16 bits.
@@ -23,8 +22,6 @@ CPU_TILE, TILE = 2**21, 2**26
 CHUNK_TOKENS, CPU_TOKENS = 8192, 4096
 # exp(FLOOR) is 0 in every dtype, and so is FLOOR exp(FLOOR), where -inf would give NaN.
 FLOOR = -1000.0
-
-_log = logging.getLogger(__name__)
 
 
 def add_statistics(
@@ -104,16 +101,14 @@ def reason_against_triton(z: Tensor) -> str | None:
 
 @lru_cache
 def _failure_of_triton(device: torch.device) -> str | None:
-    """Return, and log, why Triton can't run on a device: it needs Python's C headers, say."""
-    try:
-        from primerl.loss import linear_head_triton
+    consequence = "The LM head runs without its fused kernels, more slowly."
+    return failure_of_triton(_run_once, device, consequence=consequence)
 
-        linear_head_triton.run_once(device)
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        reason = f"Triton can't run on {device}: {error}"
-        _log.warning("The LM head runs without its fused kernels, more slowly. %s", reason)
-        return reason
-    return None
+
+def _run_once(device: torch.device) -> None:
+    from primerl.loss import linear_head_triton
+
+    linear_head_triton.run_once(device)
 
 
 def logits(hidden: Tensor, weight: Tensor, rows: slice, columns: slice) -> Tensor:

@@ -1,5 +1,9 @@
 """Triton's quantization kernel, in a pytest without runtime type checks; its operator."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from fp8_inputs import drawn
@@ -7,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_programs import run_program
 
 from primerl import fp8
+from primerl.attention import latent
 from primerl.fp8 import linear as fp8_linear
+from primerl.fp8 import quantization
 from primerl.fp8.quantization import (
     _layouts,
     layouts,
@@ -35,6 +41,63 @@ def test_tensors_for_the_kernel_and_for_the_reference():
         x, none = torch.empty(4, 128, device="cuda"), torch.empty(0, 128, device="cuda")
     assert "not 48" in reason_against_triton(x, 48)
     assert "empty" in reason_against_triton(none, 128)
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that seems to be on a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 7)
+
+
+CHECKS = {
+    "FP8 quantization": (
+        quantization,
+        lambda: reason_against_triton(torch.ones(4, 128).as_subclass(OnAGPU), 128),
+    ),
+    "Attention to chosen latents": (
+        latent,
+        lambda: latent.reason_against_triton(
+            torch.ones(1, 16, 80, dtype=torch.bfloat16).as_subclass(OnAGPU), 64
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        subprocess.CalledProcessError(1, "cc"),
+        RuntimeError("no C compiler"),
+        ModuleNotFoundError("No module named 'triton'"),
+    ],
+)
+@pytest.mark.parametrize("what", CHECKS)
+def test_triton_that_can_not_run_is_named_once_and_not_used(monkeypatch, caplog, what, error):
+    """As on a machine that cannot compile what starts a kernel."""
+
+    def fails(device):
+        raise error
+
+    module, reason_against = CHECKS[what]
+    monkeypatch.setattr(module, "_run_once", fails)
+    module._failure_of_triton.cache_clear()
+    try:
+        reasons = [reason_against() for _ in range(2)]
+    finally:
+        module._failure_of_triton.cache_clear()
+    assert reasons == [f"Triton can't run on cuda:7: {error}"] * 2
+    (record,) = caplog.records
+    assert record.message.startswith(what)
+    assert record.message.endswith(f"more slowly. {reasons[0]}")
+
+
+@pytest.mark.parametrize("module", ["primerl.fp8.quantization", "primerl.attention.latent"])
+def test_kernels_run_once(module):
+    pytest.importorskip("triton")
+    code = f"import torch\nfrom {module} import _run_once\n_run_once(torch.device('cpu'))"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("rows", [1, 16])

@@ -5,9 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from primerl import fp8
+from primerl._common.forward_passes import group_ends
 from primerl.fp8 import quantization
+from primerl.fp8.grouped import has_grouped_gradient
 from primerl.fp8.linear import linear
 from primerl.fp8.quantization import values_of, weight
 from primerl.parallel.expert_parallel.experts import grouped_matmul
@@ -258,6 +261,99 @@ def test_experts_are_layers_of_their_own_rows(counts, weight_gradient):
         assert torch.equal(y[rows], alone)
         assert torch.equal(dx[rows], mine.grad)
         assert torch.equal(dw[expert], own.grad)
+
+
+@pytest.mark.parametrize("form", [fp8.Format.of_blocks(32), fp8.MXFP8], ids=["square", "mxfp8"])
+def test_weights_of_experts_are_quantized_once_for_both_passes_unless_they_are_sharded(
+    monkeypatch, form
+):
+    calls = []
+
+    def recorded(x, rows, form, *, straight=True, transposed=False):
+        calls.append((straight, transposed))
+        return quantization.layouts(x, rows, form, straight=straight, transposed=transposed)
+
+    monkeypatch.setattr("primerl.fp8.grouped.layouts", recorded)
+    x, w, ends = drawn((7, 96)), drawn((2, 64, 96), 1), torch.tensor([3, 7])
+    matmul = fp8.GroupedMatmul(form=form)
+    found = []
+    for keep in (True, False):
+        calls.clear()
+        monkeypatch.setattr("primerl.fp8.grouped.keeps_weights", lambda keep=keep: keep)
+        found.append(gradients(lambda x, w: matmul(x, w.transpose(1, 2), ends), x, w))
+        assert calls == ([(True, True)] if keep else [(True, False), (False, True)])
+    for kept, again in zip(*found, strict=True):
+        assert torch.equal(kept, again)
+
+
+@pytest.mark.parametrize("weight_gradient", ["bf16", "fp8"])
+def test_the_host_reads_where_the_rows_of_experts_end_once(monkeypatch, weight_gradient):
+    """On a GPU, it waits each time."""
+    reads = []
+
+    def recorded(ends, rows):
+        reads.append(rows)
+        return group_ends(ends, rows)
+
+    monkeypatch.setattr("primerl.fp8.backends.interface.group_ends", recorded)
+    x, w, ends = drawn((7, 96)), drawn((2, 64, 96), 1), torch.tensor([3, 7])
+    matmul = fp8.GroupedMatmul(form=fp8.Format.of_blocks(32), weight_gradient=weight_gradient)
+    matmul(x, w.transpose(1, 2), ends)  # tries the backends
+    reads.clear()
+    gradients(lambda x, w: matmul(x, w.transpose(1, 2), ends), x, w)
+    assert reads == [7]
+
+
+def test_one_grouped_product_computes_the_weight_gradients_of_experts(monkeypatch):
+    """As on a GPU; torch has the product on a CPU too."""
+    x, w = drawn((9, 72)).bfloat16(), drawn((4, 48, 72), 1).bfloat16()
+    ends, matmul = torch.tensor([4, 4, 8, 9]), fp8.GroupedMatmul(form=fp8.Format.of_blocks(16))
+    found = []
+    for has in (True, False):
+        monkeypatch.setattr("primerl.fp8.grouped.has_grouped_gradient", lambda *_, has=has: has)
+        found.append(gradients(lambda x, w: matmul(x, w.transpose(1, 2), ends), x, w)[2])
+    assert found[0].dtype == found[1].dtype == torch.bfloat16
+    torch.testing.assert_close(*found, rtol=2**-7, atol=1e-6)
+    assert not found[0][1].any()  # of an expert without rows
+
+
+def test_torch_has_no_grouped_product_for_other_weight_gradients():
+    dy, x = drawn((9, 48)).bfloat16(), drawn((9, 72)).bfloat16()
+    assert not has_grouped_gradient(dy, x, torch.bfloat16)  # on a CPU
+    with FakeTensorMode():
+        dy, none, narrow, x = (
+            torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            for shape in ((9, 48), (0, 48), (9, 44), (9, 72))
+        )
+        assert not has_grouped_gradient(dy, x, torch.float32)
+        assert not has_grouped_gradient(none, x, torch.bfloat16)
+        assert not has_grouped_gradient(narrow, x, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_experts_on_a_gpu_have_one_grouped_product_and_no_wait_in_the_backward_pass():
+    counts = torch.tensor([40, 0, 300, 17])
+    ends = counts.cumsum(0).int().cuda()
+    x = drawn((357, 256)).to("cuda", torch.bfloat16).requires_grad_()
+    w = drawn((4, 128, 256), 1).to("cuda", torch.bfloat16).requires_grad_()
+    dy = drawn((357, 128), 2).to("cuda", torch.bfloat16)
+    matmul = fp8.GroupedMatmul()
+    matmul(x, w.transpose(1, 2), ends).backward(dy)  # compiles kernels
+    x.grad = w.grad = None
+    y = matmul(x, w.transpose(1, 2), ends)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y.backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    dx, dw = x.grad.cpu(), w.grad.cpu()
+    sizes = counts.tolist()
+    parts = [one.detach().cpu().double().split(sizes) for one in (dy, x)]
+    products = [of_y.t() @ of_x for of_y, of_x in zip(*parts, strict=True)]
+    assert relative(dw, torch.stack(products)) < 0.005
+    matrices = w.detach().cpu().double()
+    products = [of_y @ one for of_y, one in zip(parts[0], matrices, strict=True)]
+    assert cosine(dx, torch.cat(products)) > COSINE
 
 
 @pytest.mark.filterwarnings("default")  # torch emits warnings while it traces

@@ -9,10 +9,10 @@ import importlib.util
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from primerl.fp8.backends.interface import check_operands, check_signature
+from primerl.fp8.backends.interface import Groups, check_operands, check_signature
 from primerl.fp8.backends.layouts import grouped_rows, outer_major, padded
 from primerl.fp8.format import Format, Quantized
 
@@ -24,7 +24,11 @@ _GROUPED = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_conti
 
 
 class DeepGEMM:
-    """Backend with DeepGEMM: float32 scales on SM90, powers of two on SM100; bfloat16 results."""
+    """Backend with DeepGEMM: float32 scales on SM90, powers of two on SM100.
+
+    Its results are in bfloat16. Those of a weight gradient are in float32 on SM90, where the kernel
+    for two operands in blocks of 1 x 128 only adds to a float32 matrix.
+    """
 
     name = "deep_gemm"
 
@@ -45,24 +49,33 @@ class DeepGEMM:
     def multiply(self, a: Quantized, b: Quantized, *, dtype: torch.dtype) -> Float[Tensor, "m n"]:
         """Compute ``a b^T``."""
         check_operands(a, b)
-        product = _function(_PLAIN, ["recipe", "disable_ue8m0_cast"])
-        out = a.values.new_empty(a.values.shape[0], b.values.shape[0], dtype=torch.bfloat16)
-        recipe = {"recipe": (1, 1, BLOCK)} if b.rows == 1 else {}
-        product(_pair(a), _pair(b), out, **recipe, disable_ue8m0_cast=a.scale == "float32")
+        product = _function(_PLAIN, ["c", "recipe", "compiled_dims", "disable_ue8m0_cast"])
+        m, n = a.values.shape[0], b.values.shape[0]
+        options: dict[str, Any] = {"disable_ue8m0_cast": a.scale == "float32"}
+        if b.rows == 1:
+            # A weight gradient sums over tokens, whose number varies: a kernel compiled for one
+            # number of them would be compiled again for the next pack.
+            options |= {"recipe": (1, 1, BLOCK), "compiled_dims": "mn"}
+        if b.rows == 1 and a.scale == "float32":
+            out = _result(a.values, m, n, torch.float32).zero_()
+            options["c"] = out  # what is added to; the same tensor as the result is not copied
+        else:
+            out = _result(a.values, m, n, torch.bfloat16)
+        product(_pair(a), _pair(b), out, **options)
         return out.to(dtype)
 
     def multiply_grouped(
-        self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
+        self, a: Quantized, b: Quantized, groups: Groups, *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
         """Multiply each group of rows, padded to a multiple of 128 rows, by its matrix."""
-        places, group_of_row = grouped_rows(ends, multiple=BLOCK)
+        places, group_of_row = grouped_rows(groups, multiple=BLOCK)
         rows = len(group_of_row)
         own, own_scales = _pair(a)
         values = own.new_zeros(rows, own.shape[1])
         values.view(torch.uint8)[places] = own.view(torch.uint8)
         scales = own_scales.new_ones(rows, own_scales.shape[1])
         scales[places] = own_scales
-        out = values.new_empty(rows, b.values.shape[-2], dtype=torch.bfloat16)
+        out = _result(values, rows, b.values.shape[-2], torch.bfloat16)
         product = _function(_GROUPED, ["disable_ue8m0_cast"])
         product(
             (values, scales),
@@ -84,6 +97,12 @@ def _pair(quantized: Quantized) -> tuple[Tensor, Tensor]:
     by_column = quantized.rows == 1 and scales.ndim == 2 and scales.shape[0] % 4 == 0
     scales = outer_major(scales) if by_column else scales.contiguous()
     return padded(quantized.values, columns=BLOCK), scales
+
+
+def _result(like: Tensor, m: int, n: int, dtype: torch.dtype) -> Float[Tensor, "m n"]:
+    """Allocate a result whose rows begin at multiples of 16 bytes, as the kernels write them."""
+    columns = 16 // dtype.itemsize
+    return like.new_empty(m, -(-n // columns) * columns, dtype=dtype)[:, :n]
 
 
 def _function(names: tuple[str, ...], parameters: list[str]) -> Any:

@@ -3,11 +3,11 @@
 import importlib.util
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from primerl._common.optional import require
-from primerl.fp8.backends.interface import by_group, check_operands, check_signature
+from primerl.fp8.backends.interface import Groups, by_group, check_operands, check_signature
 from primerl.fp8.backends.layouts import padded
 from primerl.fp8.format import Format, Quantized
 
@@ -49,7 +49,7 @@ class FlashInfer:
         return out[:m, :n].to(dtype)
 
     def multiply_grouped(
-        self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
+        self, a: Quantized, b: Quantized, groups: Groups, *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
         """Compute one product per group of rows."""
-        return by_group(self, a, b, ends, dtype=dtype)
+        return by_group(self, a, b, groups, dtype=dtype)

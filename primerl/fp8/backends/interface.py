@@ -5,12 +5,41 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+import attrs
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from primerl._common.forward_passes import group_ends
 from primerl.fp8.format import Format, Quantized
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Groups:
+    """Rows sorted by group: where each group ends, on the device and on the host."""
+
+    ends: Int[Tensor, " e"]
+    bounds: tuple[tuple[int, int], ...]
+    """The first row of each group, and the row after its last."""
+
+    @classmethod
+    def read(cls, ends: Int[Tensor, " e"], *, rows: int) -> "Groups":
+        """Read where groups end, for which the host waits for the device once.
+
+        If ``ends`` has no values (a meta or fake tensor), all groups are assumed to be equally
+        large.
+
+        Raises:
+            ValueError: groups overlap, or don't cover all rows.
+        """
+        found = group_ends(ends, rows)
+        bounds = tuple(itertools.pairwise([0, *found]))
+        if any(end < begin for begin, end in bounds) or bounds[-1][1] != rows:
+            raise ValueError(
+                f"groups end at {found}; expected nondecreasing numbers, of which the last is "
+                f"{rows}, the number of rows"
+            )
+        return cls(ends=ends, bounds=bounds)
 
 
 @runtime_checkable
@@ -28,9 +57,9 @@ class Backend(Protocol):
         ...
 
     def multiply_grouped(
-        self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
+        self, a: Quantized, b: Quantized, groups: Groups, *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
-        """Multiply rows of ``a[m, k]`` up to ``ends[0]`` by ``b[0, n, k]^T``, and so on."""
+        """Multiply the rows of ``a[m, k]`` in group i by ``b[i, n, k]^T``."""
         ...
 
 
@@ -54,33 +83,15 @@ def check_operands(a: Quantized, b: Quantized) -> None:
 
 
 def by_group(
-    backend: Backend, a: Quantized, b: Quantized, ends: Tensor, *, dtype: torch.dtype
+    backend: Backend, a: Quantized, b: Quantized, groups: Groups, *, dtype: torch.dtype
 ) -> Float[Tensor, "m n"]:
     """Implement ``multiply_grouped`` with one product per nonempty group."""
     parts = [
         backend.multiply(_rows(a, begin, end), _matrix(b, index), dtype=dtype)
-        for index, (begin, end) in enumerate(groups(ends, rows=a.values.shape[0]))
+        for index, (begin, end) in enumerate(groups.bounds)
         if end > begin
     ]
     return torch.cat(parts) if parts else a.values.new_zeros(0, b.values.shape[-2], dtype=dtype)
-
-
-def groups(ends: Int[Tensor, " e"], *, rows: int) -> list[tuple[int, int]]:
-    """Return the (begin, end) rows of each group.
-
-    If ``ends`` has no values (a meta or fake tensor), all groups are assumed to be equally large.
-
-    Raises:
-        ValueError: groups overlap, or don't cover all rows.
-    """
-    found = group_ends(ends, rows)
-    bounds = list(itertools.pairwise([0, *found]))
-    if any(end < begin for begin, end in bounds) or bounds[-1][1] != rows:
-        raise ValueError(
-            f"groups end at {found}; expected nondecreasing numbers, of which the last is "
-            f"{rows}, the number of rows"
-        )
-    return bounds
 
 
 def _rows(a: Quantized, begin: int, end: int) -> Quantized:

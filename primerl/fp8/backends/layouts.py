@@ -2,8 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+
+from primerl.fp8.backends.interface import Groups
 
 
 def padded(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
@@ -34,21 +36,24 @@ def k_major(scales: Float[Tensor, "n k"]) -> Float[Tensor, "k4 n"]:
     return F.pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous().t()
 
 
-def grouped_rows(ends: Int[Tensor, " e"], *, multiple: int) -> tuple[Tensor, Tensor]:
+def grouped_rows(groups: Groups, *, multiple: int) -> tuple[Tensor, Tensor]:
     """Compute row indices for padding each group to a multiple of ``multiple`` rows.
 
     Returns ``(places, group_of_row)``. ``places[i]`` is the new index of row i. ``group_of_row`` is
     the group of each new row, or -1 for padding, as DeepGEMM's contiguous layout requires.
     """
+    ends = groups.ends
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     room = (counts + multiple - 1) // multiple * multiple
     firsts = room.cumsum(0) - room
-    rows = int(counts.sum())
+    # Sizes come from the host's copy, so that the host doesn't wait for the device.
+    rows = groups.bounds[-1][1]
+    padded_rows = sum(-(-(end - begin) // multiple) * multiple for begin, end in groups.bounds)
     group = torch.repeat_interleave(
         torch.arange(len(counts), device=ends.device), counts, output_size=rows
     )
     before = counts.cumsum(0) - counts
     places = firsts[group] + torch.arange(rows, device=ends.device) - before[group]
-    of_row = torch.full((int(room.sum()),), -1, dtype=torch.int32, device=ends.device)
+    of_row = torch.full((padded_rows,), -1, dtype=torch.int32, device=ends.device)
     of_row[places] = group.int()
     return places, of_row

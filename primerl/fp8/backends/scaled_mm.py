@@ -2,10 +2,10 @@
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from primerl.fp8.backends.interface import by_group, check_operands
+from primerl.fp8.backends.interface import Groups, by_group, check_operands
 from primerl.fp8.backends.layouts import k_major, outer_major, padded
 from primerl.fp8.format import Format, Quantized
 
@@ -44,10 +44,10 @@ class ScaledMM:
         return product[:m, :n]
 
     def multiply_grouped(
-        self, a: Quantized, b: Quantized, ends: Int[Tensor, " e"], *, dtype: torch.dtype
+        self, a: Quantized, b: Quantized, groups: Groups, *, dtype: torch.dtype
     ) -> Float[Tensor, "m n"]:
         """Compute one product per group: torch's grouped product has no block scales on SM90."""
-        return by_group(self, a, b, ends, dtype=dtype)
+        return by_group(self, a, b, groups, dtype=dtype)
 
 
 def operand(quantized: Quantized) -> tuple[Tensor, Tensor, F.ScalingType]:

@@ -27,6 +27,7 @@ CLOSE = 2e-5  # largest difference of logprobs, or relative one of gradients, by
 MOVED = 1e-3  # smallest change of a logprob that other experts cause in at least one token
 FP8_CHANGE = 0.5  # largest mean change of logprobs by FP8, in standard deviations of logprobs
 BLOCK = 16  # of FP8 in the tiny models
+LONGEST_S = 300.0  # of sampling, on a busy machine
 SEGMENT = 8  # tokens; the longest prompt has 18, so that states continue twice within it
 TABLE = "tid2eid"  # DeepSeek-V4's table of the experts of each token id
 LOOKED_UP = "layers that look up each token's experts follow only the routes of their table"
@@ -50,7 +51,7 @@ def sampled(family: str) -> tuple[str, str]:
             engine.generate(prompt, SamplingParams(max_tokens=12 + number))
             for number, prompt in enumerate(prompts)
         ]
-        return await asyncio.wait_for(asyncio.gather(*requests), 60)
+        return await asyncio.wait_for(asyncio.gather(*requests), LONGEST_S)
 
     try:
         with (

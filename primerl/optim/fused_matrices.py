@@ -83,6 +83,10 @@ def _by_head(owner: Any, outputs: int) -> Parts:
     return ("query", "key", "value"), (outputs // (3 * heads),) * 3
 
 
+def _lightning_by_head(owner: Any, outputs: int) -> Parts:  # noqa: ARG001
+    return ("query", "key", "value"), (owner.head_dim,) * 3
+
+
 def _gpt_bigcode(owner: Any, outputs: int) -> Parts:
     if not owner.multi_query:
         return ("query", "key", "value"), (owner.head_dim,) * 3
@@ -125,7 +129,10 @@ def _write_strength_and_decay(owner: Any, outputs: int) -> Parts:
 GATE_UP = _equal("gate", "up")
 # Layouts by the class of the module that owns the layer, and by the layer's attribute name.
 FUSED: dict[str, dict[str, Layout]] = {
-    **{name: {"gate_up_proj": GATE_UP} for name in ("GlmMLP", "Glm4MLP", "Phi3MLP")},
+    **{
+        name: {"gate_up_proj": GATE_UP}
+        for name in ("GlmMLP", "Glm4MLP", "Phi3MLP", "MiniMaxM3VLDenseMLP")
+    },
     "ModernBertDecoderMLP": {"Wi": GATE_UP},
     "Phi3Attention": {"qkv_proj": _query_key_value},
     **{name: {"query_key_value": _by_head} for name in ("GPTNeoXAttention", "PersimmonAttention")},
@@ -136,7 +143,7 @@ FUSED: dict[str, dict[str, Layout]] = {
     "JetMoeMoE": {"input_linear": GATE_UP},
     "LongcatFlashExperts": {"gate_up_proj": GATE_UP},
     "Llama4TextExperts": {"gate_up_proj": GATE_UP},
-    "MiniMaxLightningAttention": {"qkv_proj": _by_head},
+    "MiniMaxLightningAttention": {"qkv_proj": _lightning_by_head},
     **{
         name: {"in_proj": _equal("input gate", "output gate", "value")}
         for name in ("Lfm2ShortConv", "Lfm2MoeShortConv")

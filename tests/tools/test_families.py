@@ -99,8 +99,8 @@ def test_results_with_vllm_are_those_of_its_page():
 
 
 def test_the_reason_of_an_unknown_role():
-    text = families.muon_table(["jamba"])
-    assert re.search(r"\| `jamba` \| not known: `\w+\.\w+`: .*so it may hold several", text)
+    text = families.muon_table(["bamba"])
+    assert re.search(r"\| `bamba` \| not known: `\w+\.in_proj`: .*so it may hold several", text)
 
 
 @pytest.mark.parametrize("family", LARGE_EPSILON)

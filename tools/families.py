@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from primerl import optim
-from primerl.parity.checks import TOLERANCES, Finding, MeshPlan
+from primerl.parity.checks import EXCEPTIONS, TOLERANCES, Finding, MeshPlan
 from primerl.parity.command import Task, applicable, compare, fit, versions
 from primerl.testing.families import tiny_family
 from tools.family_checks import quantized, replayed, sampled
@@ -135,7 +135,9 @@ The columns are:
   a gradient. Logprobs must change, on average by at most half of their standard deviation
   (the largest change of a family is 0.38 standard deviations, the median 0.09). The published
   values must be those by which the layers multiply, bit for bit.
-- `loss`, `gradient norm`: the largest difference from the reference, over all steps and meshes.
+- `loss`, `gradient norm`: the largest difference from the reference, over all steps and meshes. It
+  is rounding, which later steps multiply: in `ctrl`, plain code itself changes by 9e-7 and 6e-6 if
+  the last bit of every weight is changed.
 
 The tiny models' windows and chunks of attention have 8 tokens, and the longest document 31. Linear
 attention, state-space layers, convolutions, and the attention of MiniMax-M3 and DeepSeek-V4, are
@@ -148,7 +150,8 @@ instead of 1e-6 or 1e-5. Their delta rule begins with a state of 0, so its outpu
 tokens of a document may be near 0, and are then normalized, which multiplies rounding. With 1e-6
 and random weights, plain code itself could not be compared within these bounds: if the last bit of
 every weight is changed, the gradient norms of `qwen3_5_text` change by up to 2e-3 (`qwen3_next`:
-5e-5, `kimi_linear`: 2e-5); with 1e-2, by 3e-6.
+5e-5, `kimi_linear`: 2e-5). With 1e-2 they still change by up to 2e-5 in `qwen3_5_text`, so its
+bound, and that of `qwen3_5` with and without encoders, is {looser}.
 
 [Faults](verified.md#faults-in-tiny-models) such as a window that is one longer move the logprobs of
 the tiny models by far more than the tolerance.
@@ -171,7 +174,8 @@ def page(findings: Sequence[Finding]) -> str:
     kept = [name for name in families if name not in refused | failed]
     table = markdown_table(findings) + "\n" + muon_table(kept)
     bounds = {check: f"{bound:.0e}" for check, bound in TOLERANCES.items()}
-    return PAGE.format(versions=versions(), table=table, **bounds)
+    looser = f"{EXCEPTIONS['qwen3_5_text']['gradient norm']:.0e}"
+    return PAGE.format(versions=versions(), table=table, looser=looser, **bounds)
 
 
 def markdown_table(findings: Sequence[Finding]) -> str:

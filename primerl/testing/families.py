@@ -177,7 +177,7 @@ def full_config(source: str | os.PathLike[str]) -> Any:
     """
     transformers = require("transformers", extra="transformers")
     name, folder = os.fspath(source), Path(source)
-    with_encoders = {made: kind for kind, made in _classes_with_encoders().items()}
+    with_encoders = _kinds_with_encoders()
     if (folder / "config.json").is_file():
         config = _made(transformers.AutoConfig.from_pretrained, name, trust_remote_code=False)
     elif name in with_encoders:
@@ -201,11 +201,15 @@ def full_config(source: str | os.PathLike[str]) -> Any:
     return text if type(text) in causal else config
 
 
-def _classes_with_encoders() -> dict[str, str]:
-    """Return the name of each family's class with encoders of images."""
+def _kinds_with_encoders() -> dict[str, str]:
+    """Return the ``model_type`` of each class with encoders of images."""
     auto = require("transformers.models.auto.modeling_auto", extra="transformers")
     names: dict[str, Any] = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return {kind: made for kind, made in names.items() if isinstance(made, str)}
+    kinds: dict[str, str] = {}
+    for kind, made in names.items():
+        if isinstance(made, str):
+            kinds.setdefault(made, kind)  # other kinds, such as shieldgemma2, share a class
+    return kinds
 
 
 def _made(make: Callable[..., Any], name: str, **options: Any) -> Any:

@@ -333,6 +333,12 @@ def test_a_difference_that_is_not_a_number_fails():
     assert Finding(family="a", mesh="b", check="raised", note="x").result == "FAIL"
 
 
+def test_a_family_whose_plain_code_rounds_more_has_its_own_bound():
+    for family, result in (("qwen3_5_text", "pass"), ("qwen3_next", "FAIL")):
+        one = Finding(family=family, mesh="fsdp", check="gradient norm", measured=2e-5)
+        assert one.result == result
+
+
 def first_batch(model):
     """Of several documents."""
     batches = parity_training.make_batches(parity_training.model_documents(model))[0]

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from primerl import parallel
-from primerl.parity.checks import TOLERANCES, Finding
+from primerl.parity.checks import EXCEPTIONS, TOLERANCES, Finding
 from primerl.parity.command import applicable
 from primerl.testing.families import tiny_config, tiny_family
 from tools import families
@@ -73,6 +73,8 @@ def test_the_page_has_the_bounds_and_the_refused_families():
     text = families.page([*findings("llama"), refused])
     assert f"| {TOLERANCES['loss']:.0e}, relative" in text
     assert f"| {TOLERANCES['gradient norm']:.0e}, relative" in text
+    assert EXCEPTIONS.keys() <= set(LARGE_EPSILON)
+    assert f"with and without encoders, is {EXCEPTIONS['qwen3_5']['gradient norm']:.0e}." in text
     assert "1 families are refused. 0 of them are decoder-only" in text
     assert r"| `bert` | encoder | attends \| later |" in text
 
@@ -115,6 +117,7 @@ def test_families_with_a_larger_epsilon_are_named(family):
 def test_models_with_encoders(family):
     model = tiny_family(family)
     assert type(model).__name__.endswith("ForConditionalGeneration")
+    assert model.config.model_type == type(model).config_class.model_type  # not shieldgemma2
     frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
     assert any("vision" in name or "visual" in name for name in frozen)
     assert not any("language_model" in name for name in frozen)

@@ -5,6 +5,7 @@ They are columns of docs/families.md, which tools/families.py writes.
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -15,8 +16,10 @@ from primerl import fp8, parallel, replay, rollout
 from primerl._common.checkpoint_tensors import SCALES, checkpoint_tensors, converted
 from primerl._common.expert_modules import expert_modules
 from primerl.packing import PackedBatch
+from primerl.parity.command import has_experts
 from primerl.parity.mesh_training import make_batches, model_documents, score
 from primerl.replay.recorder import expert_layers
+from primerl.rollout.engines.transformers import snapshots
 from primerl.testing.families import tiny_family
 from primerl.types import Completion, SamplingParams
 
@@ -24,6 +27,8 @@ CLOSE = 2e-5  # largest difference of logprobs, or relative one of gradients, by
 MOVED = 1e-3  # smallest change of a logprob that other experts cause in at least one token
 FP8_CHANGE = 0.5  # largest mean change of logprobs by FP8, in standard deviations of logprobs
 BLOCK = 16  # of FP8 in the tiny models
+LONGEST_S = 300.0  # of sampling, on a busy machine
+SEGMENT = 8  # tokens; the longest prompt has 18, so that states continue twice within it
 TABLE = "tid2eid"  # DeepSeek-V4's table of the experts of each token id
 LOOKED_UP = "layers that look up each token's experts follow only the routes of their table"
 PLAIN_EXPERTS = (
@@ -46,10 +51,13 @@ def sampled(family: str) -> tuple[str, str]:
             engine.generate(prompt, SamplingParams(max_tokens=12 + number))
             for number, prompt in enumerate(prompts)
         ]
-        return await asyncio.wait_for(asyncio.gather(*requests), 60)
+        return await asyncio.wait_for(asyncio.gather(*requests), LONGEST_S)
 
     try:
-        with rollout.TransformersEngine(model) as engine:
+        with (
+            mock.patch.object(snapshots, "SEGMENT_TOKENS", SEGMENT),
+            rollout.TransformersEngine(model) as engine,
+        ):
             completions = asyncio.run(sample(engine))
     except ValueError as error:
         return "refused", str(error)
@@ -87,7 +95,7 @@ def replayed(family: str) -> tuple[str, str]:
         ``pass``, ``FAIL``, ``refused``, or nothing if the family has no experts; and the reason.
     """
     model = tiny_family(family)
-    if not _has_experts(model):
+    if not has_experts(model):
         return "", ""
     try:
         experts = replay.shape(model).experts
@@ -163,7 +171,7 @@ def quantized(family: str) -> tuple[str, str]:
     except ValueError as error:
         return "refused", f"it can be trained, but not published: {error}"
     faults = _faults_of_publishing(model, quantize, operands)
-    plain_experts = matmul is None and _has_experts(model)
+    plain_experts = matmul is None and has_experts(model)
     return _verdict(faults, PLAIN_EXPERTS if plain_experts else "")
 
 
@@ -184,10 +192,6 @@ def _faults_of_publishing(
         f"other tensors are published than are multiplied by: {missing[:3]}": bool(missing),
         f"{', '.join(wrong)} differ from the operands of their products": bool(wrong),
     }
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
 def _two_documents(model: Any) -> PackedBatch:

@@ -83,6 +83,10 @@ def _by_head(owner: Any, outputs: int) -> Parts:
     return ("query", "key", "value"), (outputs // (3 * heads),) * 3
 
 
+def _lightning_by_head(owner: Any, outputs: int) -> Parts:  # noqa: ARG001
+    return ("query", "key", "value"), (owner.head_dim,) * 3
+
+
 def _gpt_bigcode(owner: Any, outputs: int) -> Parts:
     if not owner.multi_query:
         return ("query", "key", "value"), (owner.head_dim,) * 3
@@ -102,10 +106,33 @@ def _latent_keys_and_values(owner: Any, outputs: int) -> Parts:  # noqa: ARG001
     return ("key", "value"), (owner.qk_nope_head_dim, owner.v_head_dim)
 
 
+def _query_and_gate(owner: Any, outputs: int) -> Parts:  # noqa: ARG001
+    """The query and the output gate of each head in turn."""
+    return ("query", "gate"), (owner.head_dim, owner.head_dim)
+
+
+def _delta_rule_by_head(owner: Any, outputs: int) -> Parts:
+    """The inputs of the delta rule, and its output gate, of each key head in turn."""
+    key, value = owner.head_k_dim, (outputs // owner.num_k_heads - 2 * owner.head_k_dim) // 2
+    return ("query", "key", "value", "gate"), (key, key, value, value)
+
+
+def _delta_rule(owner: Any, outputs: int) -> Parts:  # noqa: ARG001
+    return ("query", "key", "value"), (owner.key_dim, owner.key_dim, owner.value_dim)
+
+
+def _write_strength_and_decay(owner: Any, outputs: int) -> Parts:
+    values = outputs // (2 * owner.num_k_heads)
+    return ("write strength", "decay"), (values, values)
+
+
 GATE_UP = _equal("gate", "up")
 # Layouts by the class of the module that owns the layer, and by the layer's attribute name.
 FUSED: dict[str, dict[str, Layout]] = {
-    **{name: {"gate_up_proj": GATE_UP} for name in ("GlmMLP", "Glm4MLP", "Phi3MLP")},
+    **{
+        name: {"gate_up_proj": GATE_UP}
+        for name in ("GlmMLP", "Glm4MLP", "Phi3MLP", "MiniMaxM3VLDenseMLP")
+    },
     "ModernBertDecoderMLP": {"Wi": GATE_UP},
     "Phi3Attention": {"qkv_proj": _query_key_value},
     **{name: {"query_key_value": _by_head} for name in ("GPTNeoXAttention", "PersimmonAttention")},
@@ -115,6 +142,24 @@ FUSED: dict[str, dict[str, Layout]] = {
     "AriaExperts": {"fc1": GATE_UP},
     "JetMoeMoE": {"input_linear": GATE_UP},
     "LongcatFlashExperts": {"gate_up_proj": GATE_UP},
+    "Llama4TextExperts": {"gate_up_proj": GATE_UP},
+    "MiniMaxLightningAttention": {"qkv_proj": _lightning_by_head},
+    **{
+        name: {"in_proj": _equal("input gate", "output gate", "value")}
+        for name in ("Lfm2ShortConv", "Lfm2MoeShortConv")
+    },
+    **{
+        name: {"q_proj": _query_and_gate}
+        for name in ("Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention")
+    },
+    "Qwen3NextGatedDeltaNet": {
+        "in_proj_qkvz": _delta_rule_by_head,
+        "in_proj_ba": _write_strength_and_decay,
+    },
+    **{
+        name: {"in_proj_qkv": _delta_rule}
+        for name in ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+    },
     **{
         name: {"per_layer_model_projection": _by_layer}
         for name in ("Gemma3nTextModel", "Gemma4TextModel", "Gemma4UnifiedTextModel")
@@ -130,6 +175,7 @@ LATENT: dict[str, Layout] = {
 STACKED = {
     "AriaGroupedExpertsGemm": True,  # transformers 5.17; later versions have Aria in the registry
     "JetMoeParallelExperts": False,
+    "Llama4TextExperts": True,
     "LongcatFlashExperts": False,
 }
 # Modules whose linear layers produce coefficients that mix the model's streams.

@@ -38,6 +38,8 @@ class Routers:
         return path
 
     def _find(self, block: str, stacks: set[tuple[int, ...]]) -> None:
+        if not any(one.requires_grad for one in self._modules[block].parameters()):
+            return  # of a frozen encoder, for example
         experts = {shape[0] for shape in stacks}
         widths = {width for shape in stacks for width in shape[1:]}
         for around in (block, block.rpartition(".")[0]):

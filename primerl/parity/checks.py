@@ -25,13 +25,19 @@ TOLERANCES = {
     "entropies": 2e-6,
     "gradients": 1e-5,
     "clipped gradients": 1e-5,
-    "loss": 1e-5,
-    "gradient norm": 1e-4,
+    "loss": 1e-6,
+    "gradient norm": 1e-5,
     "expert choices": 0.0,
     "updates": 2e-3,
     "generators": 0.0,
     "saved and loaded": 0.0,
     "streamed": 0.0,
+}
+# In these families, plain code's gradient norms change by up to 1.6e-5 if the last bit of every
+# weight is changed, since the delta rule's outputs are normalized where they are near 0.
+EXCEPTIONS = {
+    family: {"gradient norm": 3e-5}
+    for family in ("qwen3_5", "qwen3_5_text", "Qwen3_5ForConditionalGeneration")
 }
 CONTEXT_METHODS = ("ulysses", "gathered")
 
@@ -80,7 +86,7 @@ class Finding:
     @property
     def allowed(self) -> float | None:
         """The largest difference that passes."""
-        return TOLERANCES.get(self.check)
+        return EXCEPTIONS.get(self.family, {}).get(self.check, TOLERANCES.get(self.check))
 
     @property
     def result(self) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from primerl._common.expert_modules import expert_modules
 from primerl._common.optional import require
@@ -93,12 +94,22 @@ def applicable(
     Returns:
         The remaining plans, and each plan that was changed, with the reason.
     """
+    fitted = fit(family, plans)
+    kept = list(dict.fromkeys(remaining for remaining, _ in fitted))
+    return kept, [(plan, why) for plan, (_, why) in zip(plans, fitted, strict=True) if why]
+
+
+def fit(family: str, plans: Sequence[MeshPlan]) -> list[tuple[MeshPlan, str]]:
+    """Return each plan without the options that don't apply to a family, and why; "" if unchanged.
+
+    Routed experts that can't be divided are no such reason: ``parallel.shard`` refuses them.
+    """
     try:
         model = tiny_family(family)
     except ValueError:  # reported later by the ranks
-        return list(plans), []
+        return [(plan, "") for plan in plans]
     missing = {}
-    if not expert_modules(model):
+    if not has_experts(model):
         missing["ep"] = "no experts to divide"
     if not model.supports_gradient_checkpointing:
         missing["recompute"] = "transformers can't recompute its activations"
@@ -108,16 +119,21 @@ def applicable(
         missing["context"] = "sparse attention always gathers keys"
     heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     plain = MeshPlan()
-    kept, lost = [], []
+    fitted = []
     for plan in plans:
         lacking = dict(missing)
         if plan.context == "ulysses" and heads % plan.cp:
             lacking.setdefault("context", f"{heads} heads, which {plan.cp} ranks cannot share")
         changes = {n: getattr(plain, n) for n in lacking if getattr(plan, n) != getattr(plain, n)}
-        kept.append(attrs.evolve(plan, **changes))
-        if changes:
-            lost.append((plan, "; ".join(lacking[name] for name in changes)))
-    return list(dict.fromkeys(kept)), lost
+        why = "; ".join(lacking[name] for name in changes)
+        fitted.append((attrs.evolve(plan, **changes), why))
+    return fitted
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has routed experts; ``parallel.shard`` may refuse to divide them."""
+    named = any(name.endswith(".experts") for name, _ in model.named_modules())
+    return named or bool(expert_modules(model))
 
 
 def compare(

@@ -61,6 +61,7 @@ _LARGEST: dict[str, int] = {
     # Windows are shorter than a test's documents, and fewer keys are chosen than documents have.
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 8),
     **dict.fromkeys(("out_hidden_size", "num_position_embeddings"), 64),  # of encoders
+    "projector_hidden_size": 64,
     "depth": 2,
     "floor_scale": 4,  # of positions that change the scale of queries
     **dict.fromkeys(("index_topk", "indexer_budget"), 8),
@@ -87,7 +88,7 @@ _UNSET: dict[str, Any] = {
     "moe_topk": 2,
 }
 # The delta rule's output for a first token is normalized, though it may be near 0. A larger epsilon
-# keeps this from amplifying rounding without bounds.
+# keeps this from amplifying rounding without bounds. docs/families.md says so.
 _CONDITIONED: dict[str, Any] = {"rms_norm_eps": 1e-2}
 # A block that two layers share.
 _SHARED_BLOCK: dict[str, Any] = {
@@ -139,7 +140,9 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
     """Make the configuration of a family's tiny version; if multimodal, of its language model.
 
     Args:
-        source: a ``model_type``, or a model folder (its ``config.json`` is read, not its weights).
+        source: a ``model_type``; or a class such as ``"Gemma3ForConditionalGeneration"``, for the
+            model with encoders of a family that also has a class without; or a model folder (its
+            ``config.json`` is read, not its weights).
         settings: settings that override the tiny ones.
 
     Raises:
@@ -155,6 +158,9 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
     if not Path(source, "config.json").is_file():
         unset = {k: v for k, v in _UNSET.items() if small.get(k, 0) is None}
         small |= unset | _USUAL.get(config.model_type, {})
+        text = small.get("text_config")  # of a model with encoders
+        if text:
+            small["text_config"] = {**text, **_USUAL.get(text["model_type"], {})}
     try:
         return type(config).from_dict({**small, **settings})
     except _config_errors() as error:
@@ -164,14 +170,19 @@ def tiny_config(source: str | os.PathLike[str], **settings: Any) -> Any:
 def full_config(source: str | os.PathLike[str]) -> Any:
     """Load the configuration of a family's language model, in full size.
 
-    It includes encoders if a folder's checkpoint has them, or if the family always has them.
+    It includes encoders if a folder's checkpoint or the class has them, or if the family always has
+    them.
 
     The arguments and errors are those of ``tiny_config``.
     """
     transformers = require("transformers", extra="transformers")
     name, folder = os.fspath(source), Path(source)
+    with_encoders = _kinds_with_encoders()
     if (folder / "config.json").is_file():
         config = _made(transformers.AutoConfig.from_pretrained, name, trust_remote_code=False)
+    elif name in with_encoders:
+        made = transformers.AutoConfig.for_model
+        config = _made(made, with_encoders[name], architectures=[name])
     elif name not in transformers.CONFIG_MAPPING:
         if folder.exists() or "/" in name or os.sep in name:
             raise ValueError(f"{name} is not a model folder: it has no config.json")
@@ -188,6 +199,17 @@ def full_config(source: str | os.PathLike[str]) -> Any:
         return config
     text = config.get_text_config(decoder=True)
     return text if type(text) in causal else config
+
+
+def _kinds_with_encoders() -> dict[str, str]:
+    """Return the ``model_type`` of each class with encoders of images."""
+    auto = require("transformers.models.auto.modeling_auto", extra="transformers")
+    names: dict[str, Any] = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    kinds: dict[str, str] = {}
+    for kind, made in names.items():
+        if isinstance(made, str):
+            kinds.setdefault(made, kind)  # other kinds, such as shieldgemma2, share a class
+    return kinds
 
 
 def _made(make: Callable[..., Any], name: str, **options: Any) -> Any:

@@ -51,6 +51,9 @@ class Uses(TorchDispatchMode):
             self._use(followed)
             for name in filter(None, (self._name(x) for x in given if x.ndim > 1)):
                 self._begin(name, result)
+        elif packet is aten.convolution and args[8] == args[0].shape[1]:  # each channel alone
+            for name, outputs in self._read(args[0]).items():
+                self._write(result, name, outputs[..., :1].expand(result.shape))
         elif packet in REDUCTIONS and len(args) > 1:
             self._reduce(followed[0] if followed else {}, args[1], result)
         elif followed and packet not in EMPTY and not _is_view(func, given, result):

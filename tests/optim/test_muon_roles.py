@@ -29,8 +29,9 @@ def by_name(model, **how):
 
 def followed(model):
     model.set_attn_implementation("eager")
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+    for part in (model, model.get_decoder()):  # some models with encoders can't pass it on
+        if part._can_set_experts_implementation():
+            part.set_experts_implementation("eager")
     with torch.no_grad(), Uses(model) as uses:
         model.eval()(input_ids=IDS, use_cache=False)
     return uses

@@ -8,6 +8,7 @@ import torch
 
 from primerl import fp8, replay
 from primerl.replay.forcing import forced
+from primerl.rollout.engines.transformers.recurrent_states import StateStep
 from tools import family_checks
 
 
@@ -83,3 +84,20 @@ def test_a_checkpoint_of_other_values_is_found(monkeypatch):
 def test_layers_that_do_not_multiply_in_fp8_are_found(monkeypatch):
     monkeypatch.setattr(fp8, "convert_linears", lambda model, form: [])
     assert family_checks.quantized("llama") == ("FAIL", "logprobs don't change")
+
+
+def test_a_state_that_is_lost_between_segments_is_found(monkeypatch):
+    assert family_checks.sampled("qwen3_next") == ("pass", "")
+    divide = StateStep._divide
+
+    def without_states(step, device):
+        """Forget the state of a request wherever several of its tokens follow."""
+        return [
+            (places, rows, count, resumes and places.shape[1] == 1)
+            for places, rows, count, resumes in divide(step, device)
+        ]
+
+    monkeypatch.setattr(StateStep, "_divide", without_states)
+    result, reason = family_checks.sampled("qwen3_next")
+    assert result == "FAIL"
+    assert "logprobs differ" in reason

@@ -412,7 +412,7 @@ def test_a_switched_model_computes_a_plain_batch_as_before(family):
 
         plain = model(input_ids=token_ids.view(3, 6)).logits
 
-    torch.testing.assert_close(plain, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(plain, expected, atol=1e-5, rtol=0)
 
 
 PACKED_ROWS = [
@@ -459,8 +459,11 @@ def test_a_switched_model_keeps_the_documents_of_a_plain_batch_apart(family, pos
 
     found = with_gradients(model(input_ids=rows, **batch).logits)
 
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+    for mine, other in zip(found[1:], expected[1:], strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:  # some are 0 up to rounding
+            assert (mine - other).norm() <= 1e-5 * other.norm() + 1e-4
 
 
 def test_rows_that_begin_within_a_document_share_no_other_row():

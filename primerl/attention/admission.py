@@ -40,7 +40,10 @@ _ACROSS_DOCUMENTS = {
         "which carry state from one packed document into the next, and are of a kind that primerl "
         "does not run document by document",
     ),
-    **dict.fromkeys(INDEXED_LAYERS, "whose indexer would choose keys of other packed documents"),
+    **dict.fromkeys(
+        INDEXED_LAYERS,
+        "which choose keys by an indexer that primerl does not run document by document",
+    ),
 }
 _UNKNOWN = "which are unknown, and may let packed documents see each other"
 # Classes of mixers that ``attention.mixers`` runs document by document.
@@ -90,6 +93,13 @@ def refuse_leaking_layers(model: nn.Module) -> None:
     config: Any = model.config
     if reason := _leak_reason(model):
         raise ValueError(f"{config.model_type} {reason}; pack one document per batch")
+    implementation = config._attn_implementation
+    if chooses_keys(model) and implementation not in (*MASKED_ATTENTION, MASKED_BY_DOCUMENT):
+        raise ValueError(
+            f"{config.model_type} uses {implementation} attention, which would choose keys of "
+            "other packed documents; load it with attn_implementation='sdpa', or pack one document "
+            "per batch"
+        )
     require_positions(model)
     if any(getattr(part, "is_causal", True) is False for part in _layer_modules(model)):
         raise ValueError(
@@ -176,11 +186,16 @@ def is_sparse(model: nn.Module) -> bool:
     return getattr(config.get_text_config(), "model_type", None) in SPARSE_FAMILIES
 
 
-def _layer_modules(model: Any) -> Iterator[nn.Module]:
-    """Yield the modules of the language model's layers, without image and audio encoders."""
+def language_model(model: Any) -> nn.Module:
+    """Return a model's language model, without its head, and without image and audio encoders."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else None
-    language: nn.Module = found if isinstance(found, nn.Module) else model
+    return found if isinstance(found, nn.Module) else model
+
+
+def _layer_modules(model: Any) -> Iterator[nn.Module]:
+    """Yield the modules of the language model's layers, without image and audio encoders."""
+    language = language_model(model)
     depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = [m for m in language.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     parts: list[nn.Module] = [*lists] or [language]

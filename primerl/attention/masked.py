@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from primerl.attention.admission import MASKED_BY_DOCUMENT
 from primerl.attention.mixers import DocumentMixer, mix_by_document
 from primerl.attention.packed import (
-    SWITCH_BACK,
     is_packed,
     limits_as_mask,
     not_passed_on,
@@ -52,13 +51,14 @@ class DocumentAttention(DocumentMixer):
     def options_of_rows(
         self, options: dict[str, Any], rows: Float[Tensor, "b t h"], places: Tensor | None
     ) -> dict[str, Any]:
-        """Return the rotations of the rows, and a causal mask with the layer's window."""
+        """Return the rotations of the rows, and a causal mask with the layer's window.
+
+        Raises:
+            ValueError: the mask is of padding, or of several documents that did not arrive.
+        """
         limits = read_limits(self, options.get("attention_mask"))
-        if options.get("past_key_values") is not None:
-            raise ValueError(
-                f"{type(self).__name__} got a cache of keys; packed attention has none. "
-                f"{SWITCH_BACK}"
-            )
+        if limits.packed and places is None:
+            raise ValueError(not_passed_on(self))
         rotations = options["position_embeddings"]
         if places is not None:
             rotations = _gathered(rotations, places)
@@ -67,10 +67,13 @@ class DocumentAttention(DocumentMixer):
 
 
 def _gathered(rotations: Any, places: Tensor) -> Any:
-    """Return the sines and cosines of some rows; some models have several kinds, by name."""
+    """Return the sines and cosines of some rows; some models have several kinds, by name.
+
+    All rows of a batch may have the same.
+    """
     if isinstance(rotations, dict):
         return {kind: _gathered(one, places) for kind, one in rotations.items()}
-    return tuple(x.flatten(0, 1)[places] for x in rotations)
+    return tuple(x.flatten(0, 1)[places % x.shape[:2].numel()] for x in rotations)
 
 
 def causal_mask(rows: Float[Tensor, "b t h"], window: int | None) -> Float[Tensor, "b 1 t t"]:

@@ -4,9 +4,12 @@ Such a mixer carries a state from each token to the next, so in a pack it would 
 document into the next. Here, the documents of a pack become the rows of a batch, padded at their
 ends, where nothing reads the state. Documents of similar lengths share a call of the mixer. A
 document that shares tokens with an earlier one is computed from its first token on.
+
+A cache would carry a state from one call of a mixer into the next, so packed documents have none.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from primerl.attention.admission import named_mixers
-from primerl.attention.documents import concatenated, once_per_tensor
-from primerl.attention.packed import is_packed, not_passed_on
+from primerl.attention.admission import (
+    MASKED_BY_DOCUMENT,
+    PACKED_ATTENTION,
+    language_model,
+    named_mixers,
+)
+from primerl.attention.documents import Layout, batch_layout, concatenated, once_per_tensor
+from primerl.attention.packed import SWITCH_BACK, is_packed, not_passed_on
 
 # Documents of at most this many tokens share a call. Longer ones share it if their lengths, rounded
 # up to a quarter of a power of 2, are equal: at most a quarter of the rows is padding.
@@ -51,7 +59,7 @@ class DocumentMixer(nn.Module):
         """Run the model's mixer on the documents of its layer, or on ``hidden`` if there is none.
 
         Raises:
-            ValueError: the batch is packed, but the documents did not arrive.
+            ValueError: the batch is packed, but the documents did not arrive, or there is a cache.
         """
         mix: Any = super().forward
         # The name of the first argument differs by family.
@@ -61,8 +69,15 @@ class DocumentMixer(nn.Module):
         documents = self.handed_over if documents is None else documents
         if self.is_whole(documents):
             return mix(hidden, *args, **options)
+        if any(options.get(name) is not None for name in _CACHES):
+            raise ValueError(
+                f"{type(self).__name__} got a cache of keys or states; packed attention has none, "
+                f"so call the model without past_key_values. {SWITCH_BACK}"
+            )
         of_pack = dict(options)
         options |= dict.fromkeys(_OF_THE_PACK & options.keys())
+        if "use_cache" in options:  # RecurrentGemma's blocks keep their states themselves
+            options["use_cache"] = False
         kinds: set[bool] = set()
 
         def mix_rows(rows: Tensor, places: Tensor | None) -> Tensor:
@@ -113,6 +128,8 @@ class DocumentMixer(nn.Module):
 _OF_THE_PACK = frozenset(
     {"attention_mask", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "position_embeddings"}
 )
+# Names of mixers' arguments for a cache of keys or states, by family and version of transformers.
+_CACHES = ("cache_params", "past_key_values", "cache")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -147,14 +164,22 @@ def _rounded(length: int) -> int:
 
 
 def mix_by_document(model: nn.Module, base: Any = DocumentMixer) -> None:
-    """Replace a model's mixers by modules of class ``base``; names of parameters stay the same."""
-    for name, mixer in named_mixers(model):
-        if isinstance(mixer, DocumentMixer):
+    """Replace a model's mixers by modules of class ``base``; names of parameters stay the same.
+
+    A mixer that was replaced before is replaced again, unless it has all of ``base``'s methods.
+    """
+    mixers = named_mixers(model)
+    if mixers and not any(isinstance(mixer, DocumentMixer) for _, mixer in mixers):
+        decoder = language_model(model)
+        decoder.register_forward_pre_hook(_prepare_pack, with_kwargs=True)
+    for name, mixer in mixers:
+        if isinstance(mixer, base):
             continue
-        replaced = combined_module(base, mixer, handed_over=None)
-        model.set_submodule(name, replaced)
-        layer = model.get_submodule(name.rpartition(".")[0])
-        layer.register_forward_pre_hook(_Handover(replaced), with_kwargs=True)
+        model.set_submodule(name, combined_module(base, mixer, handed_over=None))
+        if not isinstance(mixer, DocumentMixer):
+            layer, _, own_name = name.rpartition(".")
+            handover = _Handover(own_name)
+            model.get_submodule(layer).register_forward_pre_hook(handover, with_kwargs=True)
 
 
 def combined_module(base: Any, module: nn.Module, **attributes: Any) -> Any:
@@ -178,7 +203,50 @@ def _combined(base: Any, family: Any) -> Any:
 class _Handover:
     """A hook that hands a layer's documents over to its mixer."""
 
-    mixer: DocumentMixer
+    mixer: str
+    """The mixer's name in its layer."""
 
-    def __call__(self, _layer: nn.Module, _args: Any, options: dict[str, Any]) -> None:
-        self.mixer.handed_over = options.get("documents")
+    def __call__(self, layer: nn.Module, _args: Any, options: dict[str, Any]) -> None:
+        getattr(layer, self.mixer).handed_over = options.get("documents")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prepare_pack(
+    decoder: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Prepare the arguments of a model with mixers for packed documents (a forward pre-hook).
+
+    If only positions say where documents begin, find the documents here: mixers get no positions.
+    Turn off the cache, which transformers makes by default. It is left on for one document, and
+    for a batch whose rows are one document each, if attention supports it.
+    """
+    names = inspect.signature(decoder.forward).parameters
+    options = dict(zip(names, args, strict=False)) | options
+    documents = options.get("documents")
+    kind = decoder.config.get_text_config()._attn_implementation
+    by_document = kind in (PACKED_ATTENTION, MASKED_BY_DOCUMENT) or "flash" in kind
+    if documents is None and by_document:
+        documents = _documents_by_positions(options)
+        if documents is not None:
+            options["documents"] = documents
+    alone = documents is None or (isinstance(documents, Layout) and len(documents.spans) == 1)
+    if not alone or kind == MASKED_BY_DOCUMENT:
+        options["use_cache"] = False
+    return (), options
+
+
+def _documents_by_positions(options: dict[str, Any]) -> Layout | None:
+    """Find the documents of a batch by their positions; None if each row is one document."""
+    positions, mask = options.get("position_ids"), options.get("attention_mask")
+    tokens = options.get("input_ids")
+    tokens = options.get("inputs_embeds") if tokens is None else tokens
+    if positions is None or tokens is None:
+        return None
+    batch, length = tokens.shape[:2]
+    if positions.shape == (4, batch, length):  # in the text, in time, in height and in width
+        positions = positions[0]
+    padded = isinstance(mask, Tensor) and not mask.all()  # which attention refuses
+    if padded or positions.shape not in ((1, length), (batch, length)):
+        return None
+    layout = batch_layout(positions, batch, tokens.device)
+    return layout if len(layout.spans) > batch else None

@@ -27,10 +27,18 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
 
         documents = attention.attend_by_document(model, position_ids)
         with attention.require_documents(documents):
-            model(token_ids[None], position_ids=position_ids[None], documents=documents)
+            model(
+                token_ids[None],
+                position_ids=position_ids[None],
+                documents=documents,
+                use_cache=False,
+            )
 
     Sparse attention also chooses keys within each document. Flash attention reads positions itself
     and is not replaced. ``set_attn_implementation("sdpa")`` switches back.
+
+    A pack has no cache. Layers that carry state refuse one, and without ``use_cache=False`` such a
+    model makes none.
 
     Args:
         model: a ``transformers`` causal language model.
@@ -61,10 +69,10 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
                 f"{config.model_type} has its own attention implementation, which would let "
                 "packed documents see each other; pack one document per batch"
             )
+    if not chooses_keys(model):
+        mix_by_document(model)  # for later calls, too: attention finds documents by positions then
     if len(documents) > 1:
         refuse_leaking_layers(model)
-        if not chooses_keys(model):
-            mix_by_document(model)
         limit = unsupported_rope_lengths(config)
         if layout.max_keys > limit:
             raise ValueError(

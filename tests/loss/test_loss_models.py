@@ -1,5 +1,7 @@
 """Packed logprobs of real model families, against each document run alone."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -396,9 +398,13 @@ def test_a_switched_model_says_how_to_generate():
         model(input_ids=token_ids[None], attention_mask=torch.tensor([[0, 1, 1, 1]]))
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+CHOOSING_KEYS = ["minimax_m3_vl_text", "deepseek_v4"]
+WITH_STATE = ["qwen3_next", "lfm2", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WITH_STATE, *CHOOSING_KEYS])
 def test_a_switched_model_computes_a_plain_batch_as_before(family):
-    model = testing.tiny_model(family)
+    model = tiny_family(family)
     _, token_ids, position_ids, labels = packed([6, 6, 6])
     with torch.no_grad():
         expected = model(input_ids=token_ids.view(3, 6)).logits
@@ -406,7 +412,7 @@ def test_a_switched_model_computes_a_plain_batch_as_before(family):
 
         plain = model(input_ids=token_ids.view(3, 6)).logits
 
-    torch.testing.assert_close(plain, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(plain, expected, atol=1e-5, rtol=0)
 
 
 PACKED_ROWS = [
@@ -418,29 +424,46 @@ PACKED_ROWS = [
 ]
 
 
+def logits_of_documents(model, token_ids, positions):
+    """Logits of the rows of a batch, each document alone."""
+    rows = []
+    for ids, row in zip(token_ids, positions.expand_as(token_ids), strict=True):
+        begins = [0, *((row.diff() != 1).nonzero().flatten() + 1).tolist(), len(row)]
+        documents = ids.split([end - begin for begin, end in itertools.pairwise(begins)])
+        rows.append(torch.cat([model(input_ids=one[None]).logits[0] for one in documents]))
+    return torch.stack(rows)
+
+
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("positions", PACKED_ROWS)
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", *WITH_STATE, *CHOOSING_KEYS])
 def test_a_switched_model_keeps_the_documents_of_a_plain_batch_apart(family, positions, recomputed):
-    model = testing.tiny_model(family).train()
+    """It is called with positions alone. By default, transformers makes a cache."""
+    if family in CHOOSING_KEYS and positions == PACKED_ROWS[3]:
+        pytest.skip("its keys are compressed from position 0 on")
+    model = tiny_family(family).train()
     _, token_ids, position_ids, labels = packed([6, 6])
+    rows = token_ids.view(2, 6)
     if recomputed:
         recomputation_method(model)()
-    batch = {"input_ids": token_ids.view(2, 6), "use_cache": False}
-    if positions is not None:
-        batch["position_ids"] = torch.tensor(positions)
+    batch = {} if positions is None else {"position_ids": torch.tensor(positions)}
 
-    def outputs():
-        logits = model(**batch).logits
+    def with_gradients(logits):
         parameters = [p for p in model.parameters() if p.requires_grad]
         weight = torch.linspace(-1, 1, logits.numel()).view_as(logits)
         return logits, *torch.autograd.grad((logits * weight).sum(), parameters, allow_unused=True)
 
-    expected = outputs()
-    loss.model_logprobs(model, token_ids, position_ids, labels)  # switches its attention
+    apart = batch.get("position_ids", torch.arange(6)[None])
+    expected = with_gradients(logits_of_documents(model, rows, apart))
+    loss.model_logprobs(model, token_ids[:6], position_ids[:6], labels[:6])  # switches it
 
-    for mine, other in zip(outputs(), expected, strict=True):
-        torch.testing.assert_close(mine, other, atol=5e-6, rtol=1e-5)
+    found = with_gradients(model(input_ids=rows, **batch).logits)
+
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+    for mine, other in zip(found[1:], expected[1:], strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:  # some are 0 up to rounding
+            assert (mine - other).norm() <= 1e-5 * other.norm() + 1e-4
 
 
 def test_rows_that_begin_within_a_document_share_no_other_row():

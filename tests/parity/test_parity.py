@@ -348,7 +348,8 @@ def first_batch(model):
 LEAKING = {
     "mamba": "linear_attention layers",
     "zaya": "hybrid layers",
-    "qwen4_exp_text": "whose indexer would choose keys of other packed documents",
+    "qwen4_exp_text": "an indexer that primerl does not run document by document",
+    "hy_v4": "an indexer that primerl does not run document by document",
     "xlstm": "recurrent layers",
     "bloom": "its own attention implementation",
     "trocr": "its own attention implementation",

@@ -44,7 +44,12 @@ class PinnedMemory:
             return memory
         sharded = torch.empty_like(value, dtype=dtype, device="cpu")
         with torch.no_grad():  # so that the local part is no view
-            local_part(sharded).set_(memory)
+            local_part(sharded).set_(
+                memory.untyped_storage(),
+                memory.storage_offset(),
+                memory.shape,
+                memory.stride(),
+            )
         return sharded
 
     def _take(self, size: int) -> Tensor:

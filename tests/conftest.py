@@ -25,6 +25,7 @@ import pytest
 import runtime_types
 from character_codes import CharacterCodes
 from forked_ranks import forked_ranks
+from hidden_gpus import hide_gpus, selects_gpu_tests
 from jaxtyping import jaxtyped
 from leftovers import Leftovers, mark_processes
 
@@ -55,7 +56,12 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 
 
 def pytest_configure(config):
-    """Use a separate temporary folder in this process, without moving pytest's own folders."""
+    """Hide GPUs unless their tests are selected, and use a separate temporary folder.
+
+    Pytest's own folders stay where they are.
+    """
+    if not selects_gpu_tests(config.option.markexpr):
+        hide_gpus()
     mark_processes()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     if not home_can_be_written():  # these two libraries support a variable for their folder
@@ -88,6 +94,8 @@ def home():
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is not None:
+        if not selects_gpu_tests(item.config.option.markexpr):
+            pytest.skip("needs a GPU, and only runs with -m gpu can see any")
         import torch
 
         if not torch.cuda.is_available():

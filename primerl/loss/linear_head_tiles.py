@@ -171,7 +171,7 @@ def _widens(x: Tensor, *, adding: bool) -> bool:
     """Check whether a product can be in float32, without rounding to the dtype of its factors.
 
     ``adding``: and whether it can be added to a tensor in float32. torch allows both on CUDA
-    devices only, the second since 2.10 (pytorch#167931).
+    devices only, the second since 2.10 (pytorch#167931). If it refuses there, this is logged once.
     """
     return not has_values(x) or _device_widens(x.device.type, x.dtype, adding)
 
@@ -185,6 +185,9 @@ def _device_widens(device: str, dtype: torch.dtype, adding: bool) -> bool:
             torch.addmm(total, x, x, out_dtype=total.dtype, out=total)
         else:
             torch.mm(x, x, out_dtype=total.dtype)
-    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+    except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+        if device == "cuda":
+            work = "sums of products" if adding else "products"
+            _log.warning("The LM head rounds %s to %s, more slowly: %s", work, dtype, error)
         return False
     return True

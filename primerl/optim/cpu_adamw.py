@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from primerl._common.ranks import local_part
+from primerl.optim.pinned_memory import PinnedMemory
 
 
 class CPUAdamW(Optimizer):
@@ -50,6 +51,7 @@ class CPUAdamW(Optimizer):
             raise ValueError(f"betas are {betas}; expected numbers from 0 to less than 1")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
+        self._memory = PinnedMemory()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -62,6 +64,7 @@ class CPUAdamW(Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+        self._expect(parameter for parameter, _ in trained)
         copies = [_PendingCopy(parameter) for parameter, _ in trained[:1]]
         for n, (parameter, group) in enumerate(trained):
             value, gradient = copies.pop().wait()
@@ -78,19 +81,38 @@ class CPUAdamW(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            host = "meta" if parameter.is_meta else "cpu"
             for name in ("weight", "exp_avg", "exp_avg_sq"):
-                state[name] = torch.empty_like(
-                    parameter, dtype=torch.float32, device=host, pin_memory=parameter.is_cuda
-                ).zero_()
+                state[name] = self._on_host(parameter).zero_()
             local_part(state["weight"]).copy_(local_part(parameter))
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._memory = PinnedMemory()  # also before a state dict is loaded, which replaces states
+
+    def _expect(self, parameters: Iterable[Tensor]) -> None:
+        """Announce that states of parameters will be allocated next, unless they have any."""
+        new = [one.detach() for one in parameters if not self.state.get(one)]
+        if new and new[0].is_cuda:
+            self._memory.expect(3 * new, dtype=torch.float32)
+
+    def _on_host(self, parameter: Tensor) -> Tensor:
+        """Allocate host memory for a state, or an empty tensor if it is on the ``meta`` device."""
+        if parameter.is_cuda:
+            return self._memory.like(parameter.detach(), dtype=torch.float32)
+        host = "meta" if parameter.is_meta else "cpu"
+        return torch.empty_like(parameter, dtype=torch.float32, device=host)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; unlike in other optimizers, states stay float32 and on the host."""
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        self._expect(
+            parameter
+            for index, parameter in zip(saved, parameters, strict=True)
+            if state_dict["state"].get(index)
+        )
         for index, parameter in zip(saved, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 self._state(parameter)[name].copy_(value)

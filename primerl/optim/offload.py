@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from primerl._common.ranks import local_part
+from primerl.optim.pinned_memory import PinnedMemory
 
 PART_ELEMENTS = 2**28
 
@@ -23,8 +24,8 @@ class Offload(Optimizer):
 
         optimizer = optim.Offload(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
 
-    On a CUDA device, host memory is pinned, and copies overlap with computation. On a CPU, states
-    are copied too.
+    On a CUDA device, host memory is pinned, and copies overlap with computation. ``prefetch`` lets
+    the first copies overlap with the backward pass, too. On a CPU, states are copied too.
 
     Args:
         optimizer: an optimizer that updates each parameter from its own gradient and states, such
@@ -44,6 +45,8 @@ class Offload(Optimizer):
         self._part_elements = part_elements
         self._on_host: dict[Tensor, dict[str, Tensor]] = {}
         self._copies = _Copies(_parameters(optimizer))
+        self._ahead: dict[Tensor, dict[str, tuple[int, Tensor]]] = {}
+        """Copies that ``prefetch`` made of states, with the versions of the states."""
         self._keep_on_host()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -53,6 +56,31 @@ class Offload(Optimizer):
         else:
             self._optimizer.add_param_group(param_group)
             self.param_groups = list(self._optimizer.param_groups)
+
+    @torch.no_grad()
+    def prefetch(self) -> None:
+        """Start to copy the states of the first part to the device, before ``step`` needs them.
+
+        Call it before the last backward pass of a step, which goes on meanwhile:
+
+            optimizer.prefetch()
+            loss.backward()
+            optimizer.step()
+
+        The copies take device memory until ``step``. Results don't change; a state that was loaded
+        or written since then is copied again. Without states, as before the first step, nothing
+        happens.
+        """
+        trained = [p for p in _parameters(self._optimizer) if p.requires_grad]
+        self._copies.begin()
+        with self._copies.to_device():
+            for parameter, name, value in self._states(self._first_part(trained)):
+                copies = self._ahead.setdefault(parameter, {})
+                if name not in copies or copies[name][0] != _version(value):
+                    copies[name] = _version(value), self._copies.copied(value)
+
+    def _first_part(self, parameters: list[Tensor]) -> list[Tensor]:
+        return next(_parts(parameters, self._part_elements), [])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -67,6 +95,7 @@ class Offload(Optimizer):
         try:
             for n, part in enumerate(parts):
                 self._fetch(part if n == 0 else [])
+                self._ahead.clear()
                 self._copies.arrive()
                 self._fetch(parts[n + 1] if n + 1 < len(parts) else [])
                 for parameter in part:
@@ -87,6 +116,7 @@ class Offload(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; while it loads, all states are on the device at once."""
+        self._copies.finish()
         self._optimizer.load_state_dict(state_dict)
         self._keep_on_host()
 
@@ -94,6 +124,7 @@ class Offload(Optimizer):
         """Adopt the wrapped optimizer's groups, and move its states to the host."""
         self.param_groups = list(self._optimizer.param_groups)
         self.state = self._optimizer.state
+        self._ahead.clear()
         self._store(_parameters(self._optimizer))
 
     def _states(self, parameters: list[Tensor]) -> Iterator[tuple[Tensor, str, Tensor]]:
@@ -105,9 +136,17 @@ class Offload(Optimizer):
     def _fetch(self, parameters: list[Tensor]) -> None:
         with self._copies.to_device():
             for parameter, name, value in self._states(parameters):
-                self._optimizer.state[parameter][name] = self._copies.fetched(value)
+                version, copy = self._ahead.get(parameter, {}).pop(name, (None, value))
+                if version != _version(value):
+                    copy = self._copies.copied(value)
+                self._optimizer.state[parameter][name] = self._copies.fetched(copy)
 
     def _store(self, parameters: list[Tensor]) -> None:
+        self._copies.expect(
+            value
+            for parameter, name, value in self._states(parameters)
+            if name not in self._on_host.get(parameter, {})
+        )
         with self._copies.to_host():
             for parameter, name, value in self._states(parameters):
                 kept = self._on_host.setdefault(parameter, {})
@@ -115,6 +154,11 @@ class Offload(Optimizer):
                     kept[name] = self._copies.like(value)
                 self._copies.store(value, kept[name])
                 self._optimizer.state[parameter][name] = kept[name]
+
+
+def _version(value: Tensor) -> int:
+    """Return a number that changes when a state is written."""
+    return local_part(value)._version
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -146,6 +190,7 @@ class _Copies:
         if self._cuda:
             self._in = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self._out = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._memory = PinnedMemory()
         self._updates: torch.cuda.Stream | None = None
         """The stream on which the update uses the copied states."""
 
@@ -172,21 +217,31 @@ class _Copies:
             torch.cuda.current_stream(self._device).wait_stream(self._in)
 
     def finish(self) -> None:
-        """Wait until the copies to the host are complete."""
-        if self._out is not None:
-            self._out.synchronize()
+        """Wait until all copies are complete, before states in host memory are read or written."""
+        for stream in (self._in, self._out):
+            if stream is not None:
+                stream.synchronize()
+
+    def expect(self, values: Iterable[Tensor]) -> None:
+        """Announce that host memory for states like these will be allocated next."""
+        if self._cuda:
+            self._memory.expect(values)
 
     def like(self, value: Tensor) -> Tensor:
         """Allocate host memory for a state, or an empty tensor if it is on the ``meta`` device."""
-        host = "meta" if value.is_meta else "cpu"
-        return torch.empty_like(value, device=host, pin_memory=self._cuda)
+        if self._cuda:
+            return self._memory.like(value)
+        return torch.empty_like(value, device="meta" if value.is_meta else "cpu")
 
-    def fetched(self, value: Tensor) -> Tensor:
+    def copied(self, value: Tensor) -> Tensor:
         """Copy a state to the device."""
-        fetched = value.to(self._device, non_blocking=True, copy=True)
+        return value.to(self._device, non_blocking=True, copy=True)
+
+    def fetched(self, copy: Tensor) -> Tensor:
+        """Return a copy on the device, for use by the update."""
         if self._updates is not None:  # that stream uses memory allocated on the copy stream
-            local_part(fetched).record_stream(self._updates)
-        return fetched
+            local_part(copy).record_stream(self._updates)
+        return copy
 
     def store(self, value: Tensor, kept: Tensor) -> None:
         """Copy a state back to host memory."""

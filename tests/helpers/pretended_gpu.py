@@ -58,7 +58,7 @@ class OnGPU(torch.Tensor):
         return self.detach().clone()
 
     def record_stream(self, stream):
-        stream.gpu.recorded.add((_place(self.inner), stream))
+        stream.gpu.recorded.add((_storage(self.inner), stream))
 
     def __repr__(self):
         return f"OnGPU({self.inner!r})"
@@ -158,7 +158,12 @@ class PretendedGPU(TorchDispatchMode):
         return tensor.to(GPU)
 
     def is_pinned(self, tensor):
-        return _place(tensor) in self._pinned
+        return _storage(tensor) in self._pinned
+
+    def _place(self, x):
+        """Return what identifies the memory of a tensor: tensors may share a pinned block."""
+        storage = _storage(x)
+        return (storage, x.data_ptr()) if storage in self._pinned else storage
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -192,9 +197,9 @@ class PretendedGPU(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor):
                 if pinned:
-                    self._pinned.add(_place(x))
+                    self._pinned.add(_storage(x))
                 if to_gpu:
-                    self._allocated.setdefault(_place(x), self.stream)
+                    self._allocated.setdefault(_storage(x), self.stream)
         if to_gpu:
             out = tree_map(lambda x: OnGPU(x) if isinstance(x, torch.Tensor) else x, out)
         if across or target is not None or pinned:
@@ -242,7 +247,7 @@ class PretendedGPU(TorchDispatchMode):
                 self._touch(function, x, stream, now, written=True)
 
     def _touch(self, function, x, stream, now, *, written):
-        place = _place(x)
+        place = self._place(x)
         self._alive.append(x)  # so that no other tensor gets its memory
         before = [self._writes.get(place)] + (list(self._reads.get(place, {}).items()) * written)
         for other, count in filter(None, before):
@@ -255,5 +260,5 @@ class PretendedGPU(TorchDispatchMode):
             self._used.add((place, stream))
 
 
-def _place(x):
+def _storage(x):
     return x.untyped_storage().data_ptr()

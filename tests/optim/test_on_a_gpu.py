@@ -4,8 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from primerl import optim
+from primerl.optim import offload, pinned_memory
 from tests.helpers.pretended_gpu import PretendedGPU
 
 WEIGHTS = [(8, 12), (12,), (2, 4, 6), (1,), (16, 4)]
@@ -140,3 +144,119 @@ def test_adamw_on_the_cpu_updates_parameters_on_a_gpu(gpu):
     states = [s for of in resumed.state.values() for s in of.values() if s.ndim]
     assert len(states) == 12
     assert all(state.device.type == "cpu" and gpu.is_pinned(state) for state in states)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Return the list of states that are copied to the device."""
+    states = []
+    plain = offload._Copies.copied
+
+    def noted(copies, value):
+        states.append(value)
+        return plain(copies, value)
+
+    monkeypatch.setattr(offload._Copies, "copied", noted)
+    return states
+
+
+@pytest.mark.parametrize(("kind", "first", "all_states"), [("momentum", 1, 5), ("fused", 2, 10)])
+def test_the_first_states_are_copied_before_the_step_and_only_once(
+    gpu, copied, kind, first, all_states
+):
+    expected, found = parameters_on(gpu), parameters_on(gpu)
+    train(gpu, INNER[kind](expected), expected, range(4))
+    optimizer = optim.Offload(INNER[kind](found), part_elements=100)
+    optimizer.prefetch()  # there are no states yet
+    train(gpu, optimizer, found, [0])
+    copied.clear()
+    for step in range(1, 4):
+        optimizer.prefetch()
+        optimizer.prefetch()  # before another micro-batch
+        assert len(copied) == first
+        train(gpu, optimizer, found, [step])
+        assert len(copied) == all_states
+        copied.clear()
+
+    assert equal(expected, found)
+
+
+def test_states_that_were_copied_for_nothing_are_dropped(gpu, copied):
+    """The first parameter gets no gradient."""
+    expected, found = parameters_on(gpu), parameters_on(gpu)
+    straight = INNER["fused"](expected)
+    optimizer = optim.Offload(INNER["fused"](found), part_elements=100)
+    train(gpu, straight, expected, [0])
+    train(gpu, optimizer, found, [0])
+    train(gpu, straight, expected, [1], without=[0])
+    optimizer.prefetch()
+    copied.clear()
+    train(gpu, optimizer, found, [1], without=[0])
+
+    assert len(copied) == 8
+    assert not optimizer._ahead
+    assert equal(expected, found)
+
+
+@pytest.mark.parametrize("change", ["write", "load", "load in place"])
+def test_states_that_change_after_they_were_copied_are_copied_again(gpu, change):
+    expected, found = parameters_on(gpu), parameters_on(gpu)
+    straight = INNER["fused"](expected)
+    optimizer = optim.Offload(INNER["fused"](found), part_elements=100)
+    train(gpu, straight, expected, [0])
+    train(gpu, optimizer, found, [0])
+    optimizer.prefetch()
+    for one, parameters in ((straight, expected), (optimizer, found)):
+        state = one.state_dict()
+        if change == "load":
+            state = copy.deepcopy(state)
+        if change == "write":
+            one.state[parameters[0]]["exp_avg"].zero_()
+        else:
+            state["state"][0]["exp_avg_sq"].mul_(2)
+        if change != "write":
+            one.load_state_dict(state)
+        train(gpu, one, parameters, [1])
+
+    assert equal(expected, found)
+
+
+def test_pinned_memory_is_not_rounded_up_for_each_tensor(gpu, monkeypatch):
+    monkeypatch.setattr(pinned_memory, "MOST_BYTES", 2**16)
+    memory = pinned_memory.PinnedMemory()
+    shaped = gpu.on_gpu(torch.zeros(64, 48).t())  # 12 KiB, of which torch would make 16
+    memory.expect([shaped] * 80)
+    tensors = [memory.like(shaped).fill_(n) for n in range(80)]
+    larger = memory.like(shaped, dtype=torch.float64)
+
+    assert all(bool((one == n).all()) for n, one in enumerate(tensors))
+    assert {one.stride() for one in (*tensors, larger)} == {shaped.stride()}
+    assert larger.dtype == torch.float64
+    assert all(gpu.is_pinned(one) for one in tensors)
+    assert sum(map(len, memory._blocks)) < 1.1 * 82 * 12 * 2**10
+    assert [memory.like(gpu.on_gpu(torch.zeros(n))).shape for n in (0, 1)] == [(0,), (1,)]
+
+
+class PageableMemory(pinned_memory.PinnedMemory):
+    def _allocate(self, length):
+        return torch.empty(length, dtype=torch.uint8)
+
+
+def test_sharded_states_share_blocks_too():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = random(8, 12)
+        sharded = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+        memory = PageableMemory()
+
+        state = memory.like(sharded.detach())
+        state.copy_(sharded.detach())
+
+        assert state.placements == sharded.placements
+        assert torch.equal(state.full_tensor(), whole)
+        (block,) = memory._blocks
+        assert state.to_local().untyped_storage().data_ptr() == block.data_ptr()
+        assert torch.equal(block[: whole.nbytes].view(torch.float32), whole.flatten())
+    finally:
+        dist.destroy_process_group()

@@ -5,8 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from conftest import torchrun
+from forked_ranks import forked_ranks
+from hidden_gpus import selects_gpu_tests
 
 pytestmark = pytest.mark.thorough
 
@@ -178,12 +183,7 @@ def test_without_time_all_is_reported_as_not_run(root, tmp_path):
 def test_gpu_tests_are_collected_and_skip_without_a_gpu(root, monkeypatch):
     monkeypatch.syspath_prepend(root / "tools")
     gpu_report = pytest.importorskip("gpu_report")
-    files = [
-        path
-        for group in gpu_report.gpu_groups()
-        for path in group
-        if not gpu_report.is_benchmark(path)
-    ]
+    files = [*gpu_report.gpu_tests(), gpu_report.RECIPES]
 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", "-q", *files],
@@ -202,16 +202,57 @@ def test_gpu_tests_are_collected_and_skip_without_a_gpu(root, monkeypatch):
     assert all("needs a GPU: torch sees no CUDA device" in reason for _, reason in reasons)
 
 
-def test_its_benchmarks_exist(root, monkeypatch):
+def test_its_benchmarks_exist_and_fit_into_the_time(root, monkeypatch):
     monkeypatch.syspath_prepend(root / "tools")
     gpu_report = pytest.importorskip("gpu_report")
 
-    groups = gpu_report.gpu_groups()
+    assert all(map(gpu_report.is_benchmark, gpu_report.gpu_benchmarks()))
+    assert all(path.exists() for path in gpu_report.gpu_benchmarks())
+    assert gpu_report.RECIPES.exists()
+    assert gpu_report.RECIPES not in gpu_report.gpu_tests()
+    expected_s = gpu_report.TESTS_S + sum(gpu_report.BENCHMARKS.values())
+    assert expected_s <= 60 * gpu_report.MINUTES
+    assert gpu_report.MINUTES < 9
 
-    assert all(path.exists() for group in groups for path in group)
-    kinds = [{gpu_report.is_benchmark(path) for path in group} for group in groups]
-    assert kinds == [{False}, {True}, {False}, {True}]
-    assert sum(map(len, groups[1::2])) == 5
+
+COLLECTING = """
+import pytest
+import torch
+
+def pytest_configure():
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+"""
+
+
+def names_on_a_gpu(root, folder, *options):
+    """Return the names of the report's benchmarks on a machine with a GPU."""
+    (folder / "collecting.py").write_text(COLLECTING)
+    path = os.pathsep.join(map(str, [folder, root, root / "tools"]))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "--collect-only", "-p", "collecting"],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": path, "EVENTS_FILE": str(folder / "events")},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_the_benchmarks_of_all_columns_run(root, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(root / "tools")
+    gpu_report = pytest.importorskip("gpu_report")
+    files = [str(path) for path in gpu_report.gpu_benchmarks()]
+    options = gpu_report.pytest_command(files, benchmarks=True, without=gpu_report.BY_HAND)
+
+    names = names_on_a_gpu(root, tmp_path, *options[3:])
+
+    for figures in gpu_report.COLUMNS.values():
+        for ending, _ in figures:
+            assert len([name for name in names if name.endswith(f"::{ending}")]) == 1, ending
+    assert len(names) == 32
 
 
 def test_figures_are_read_from_the_benchmarks(root, monkeypatch):
@@ -242,7 +283,95 @@ def test_figures_are_read_from_the_benchmarks(root, monkeypatch):
     assert row["passed, failed, not run"] == "1, 1, 0"
     benchmarks = "".join(path.read_text() for path in (root / "bench").glob("test_*.py"))
     for figures in gpu_report.COLUMNS.values():
-        for ending, name in figures:
-            assert name in benchmarks
-            test = re.match(r"\w*", ending)[0]
-            assert test in benchmarks
+        assert all(name in benchmarks for _, name in figures)
+
+
+MEETS = """
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.gpu
+def test_meets_the_other():
+    folder = Path(__file__).parent
+    (folder / f"{Path(__file__).stem}.process").write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.process"))) < 2:
+        assert time.monotonic() < deadline, "the other does not run"
+        time.sleep(0.05)
+"""
+STAYS = MEETS + "    time.sleep(3600)\n"
+
+
+@pytest.fixture
+def pair(root, tmp_path, monkeypatch):
+    """Return the runner for two files in the places of the tests and of the recipes."""
+    monkeypatch.syspath_prepend(root / "tools")
+    gpu_report = pytest.importorskip("gpu_report")
+    (tmp_path / "work").mkdir()
+    tests, recipes = tmp_path / "test_tests.py", tmp_path / "test_recipes.py"
+    tests.write_text(MEETS)
+    recipes.write_text(MEETS)
+    monkeypatch.setattr(gpu_report, "RECIPES", recipes)
+    monkeypatch.setattr(gpu_report, "gpu_tests", lambda: [tests])
+
+    def runs():
+        stop_at = time.monotonic() + 120
+        return gpu_report.runs([], "there is no GPU", 90, stop_at, tmp_path / "work")
+
+    return runs, recipes
+
+
+def test_recipes_run_beside_the_tests(pair):
+    runs, _ = pair
+
+    tests, recipes, skipped = runs()
+
+    assert [one["outcome"] for one in (*tests, *recipes)] == ["passed", "passed"]
+    assert {one["outcome"] for one in skipped} == {"skipped"}
+
+
+def test_a_run_that_ends_early_ends_the_recipes(pair):
+    runs, recipes = pair
+    recipes.write_text(STAYS)
+    found = runs()
+    next(found)
+
+    found.close()
+
+    process = int(recipes.with_name("test_recipes.process").read_text())
+    assert not Path(f"/proc/{process}").exists()
+
+
+@pytest.mark.parametrize(
+    ("expression", "selected"),
+    [
+        ("gpu", True),
+        ("gpu and not slow", True),
+        ("", False),
+        ("not (gpu or slow or vllm or agents)", False),
+        ("not slow", False),
+        ("vllm and not slow and not gpu", False),
+        ("thorough", False),
+    ],
+)
+def test_gpus_are_hidden_unless_only_their_tests_are_selected(expression, selected):
+    assert selects_gpu_tests(expression) is selected
+
+
+@pytest.mark.parametrize("launch", [forked_ranks, torchrun])
+def test_ranks_of_tests_see_no_gpu(launch, tmp_path):
+    """Else three ranks on a machine with one GPU would end with an error."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib\n"
+        "seen = repr(os.environ.get('CUDA_VISIBLE_DEVICES'))\n"
+        "pathlib.Path(os.environ['RANK']).write_text(seen)\n"
+    )
+
+    launch(program, ranks=2, cwd=tmp_path)
+
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["''", "''"]

@@ -52,19 +52,21 @@ OPERATORS = {
     torch.ops.primerl.attend_end_to_end_backward.default: end_to_end.attend_end_to_end_gradients,
 }
 
+# Copies and waits that torch has not divided into their parts where an operator calls them.
+COMPOSED = {torch.ops.aten.to, torch.ops.aten.item, torch.ops.aten.pin_memory}
+
 
 class OpenedOperators(PretendedGPU):
     """A pretended GPU that also sees what happens within the operators of attention."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.pin_memory.default:
-            function = torch.ops.aten._pin_memory.default  # as outside of operators
         operator = OPERATORS.get(function)
-        if operator is None:
+        opened = function.decompose if operator is None else operator._init_fn
+        if operator is None and function.overloadpacket not in COMPOSED:
             return super().__torch_dispatch__(function, types, args, kwargs)
         TorchDispatchMode.__enter__(self)
         try:
-            return operator._init_fn(*args, **(kwargs or {}))
+            return opened(*args, **(kwargs or {}))
         finally:
             TorchDispatchMode.__exit__(self, None, None, None)
 

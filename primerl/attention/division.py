@@ -5,6 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from primerl._common.host_memory import to_device
 from primerl.attention.documents import Layout, Span, concatenated, lay_out, once_per_tensor
 
 
@@ -44,7 +45,7 @@ def divide_spans(
 
     def tensor(x: np.ndarray) -> Tensor:
         with torch.inference_mode(False):  # backward passes can't save inference tensors
-            return torch.from_numpy(x.astype(np.int32)).to(device)
+            return to_device(torch.from_numpy(x.astype(np.int32)), device)
 
     return DividedSpans(
         short=lay_out(_compacted(short, short_keys) if long else spans, device) if short else None,

@@ -2,8 +2,8 @@
 
 The choice of a kernel depends on the lengths in a pack, so the operator chooses when it runs, and a
 compiled model has one graph for all lengths. They are read from the layout's plan, which is in host
-memory, so nothing waits for the device. On a CPU, the operator computes the same by
-``span_kernels``, for tests.
+memory, so nothing waits for the device but the first trial of a kernel. On a CPU, the operator
+computes the same by ``span_kernels``, for tests.
 """
 
 import functools
@@ -15,21 +15,35 @@ import os
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from primerl.attention.documents import Layout, once_per_tensor
+from primerl._common.host_memory import to_device
+from primerl.attention.documents import (
+    Document,
+    Layout,
+    Span,
+    concatenated,
+    lay_out,
+    once_per_tensor,
+)
 from primerl.attention.kernel_table import (
+    END_TO_END,
+    KERNELS,
     AttentionProblem,
     KernelName,
     choose,
+    dense_calls,
     padded_length,
 )
 from primerl.attention.span_kernels import (
     attend_by_span,
     attend_by_span_gradients,
-    equal_spans,
+    groups_of,
+    spans_of,
 )
 
 VARIABLE = "PRIMERL_ATTENTION"
@@ -42,6 +56,7 @@ _VARLEN = torch.ops.aten._flash_attention_forward
 _VARLEN_GRADIENT = torch.ops.aten._flash_attention_backward
 _CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
 _CUDNN_GRADIENT = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+_LARGEST_ERROR = 0.05  # in a trial; bfloat16 is below 0.01, and a wrong mask above 0.1
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +67,7 @@ class SpanInputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    plan: Tensor
-    """The plan of the layout, in host memory."""
-    query_ends: Tensor
-    key_ends: Tensor
+    layout: Layout
     scaling: float
     window: int
     """The number of keys that a query sees at most; 0 for all."""
@@ -64,15 +76,7 @@ class SpanInputs(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int]:
         """The maximum numbers of queries and of keys of a span."""
-        groups = groups_of(self.plan)
-        return max(one[1] for one in groups), max(one[2] for one in groups)
-
-
-@once_per_tensor
-def groups_of(plan: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """Return the number, queries and keys of spans of equal lengths, from ``Layout.plan``."""
-    found = plan[1 : 1 + 3 * int(plan[0])].view(-1, 3).tolist()
-    return tuple((number, queries, keys) for number, queries, keys in found)
+        return self.layout.max_queries, self.layout.max_keys
 
 
 def choose_kernel(
@@ -87,6 +91,8 @@ def choose_kernel(
     kernel: KernelName | None = None,
 ) -> tuple[KernelName, str]:
     """Choose the kernel of ``attend`` by device, dtype, lengths and what a model's attention does.
+
+    A kernel for GPUs is chosen only if it computes a small call right, once in a process.
 
     Args:
         query: the queries, ``[t, heads, d]``.
@@ -115,9 +121,10 @@ def choose_kernel(
         query.device,
         query.dtype,
         (query.shape[-1], value.shape[-1]),
+        numbers=(query.shape[-2], value.shape[-2]),
         groups=groups,
         window=bool(window) and (longest is None or window < longest),  # type: ignore[operator]
-        softcap=bool(softcap),
+        softcap=softcap or 0.0,
         sinks=sinks,
         dropout=bool(dropout),
         kernel=kernel,
@@ -129,20 +136,41 @@ def choose_for(
     dtype: torch.dtype,
     heads: tuple[int, int],
     *,
+    numbers: tuple[int, int] | None = None,
+    groups: tuple[tuple[int, int, int], ...] | None = None,
+    window: bool = False,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    dropout: bool = False,
     kernel: str | None = None,
-    **others: Any,
 ) -> tuple[KernelName, str]:
-    """Choose a kernel for a problem on a device of this machine."""
+    """Choose a kernel for a problem on a device of this machine.
+
+    With ``numbers``, the numbers of heads of queries and of keys, a kernel is chosen only if a
+    trial of it succeeds. The host waits for the device in the first trial of each kernel.
+    """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     problem = AttentionProblem(
         device=device.type,
         capability=torch.cuda.get_device_capability(device) if is_nvidia else None,
         dtype=dtype,
         heads=heads,
-        **others,
+        groups=groups,
+        window=window,
+        softcap=bool(softcap),
+        sinks=sinks,
+        dropout=dropout,
     )
     forced = kernel or os.environ.get(VARIABLE) or None
-    return choose(problem, unusable=_unusable() if is_nvidia else {}, forced=forced)
+    unusable = _unusable() if is_nvidia else {}
+    while True:
+        name, reason = choose(problem, unusable=unusable, forced=forced)
+        if numbers is None or name not in END_TO_END:
+            return name, reason
+        failure = trial_failure(name, device, dtype, numbers, heads, window, softcap)
+        if failure is None:
+            return name, reason
+        unusable = unusable | {name: failure}
 
 
 def _unusable() -> dict[str, str]:
@@ -208,15 +236,18 @@ def _flash4() -> ModuleType:
     return importlib.import_module(FLASH4_MODULE)
 
 
+# FlashAttention 4 launches on the current device, which need not be that of the tensors.
+
+
 def _flash4_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
     q, k, v = _for_flash4(x.q, x.k, x.v)
     longest, longest_keys = x.sizes
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(q):
         # Betas have returned two to five results.
         out, logsumexp, *_ = getattr(_flash4(), FLASH4_FORWARD)(
             *(q, k, v),
-            cu_seqlens_q=x.query_ends,
-            cu_seqlens_k=x.key_ends,
+            cu_seqlens_q=x.layout.query_ends,
+            cu_seqlens_k=x.layout.key_ends,
             max_seqlen_q=longest,
             max_seqlen_k=longest_keys,
             softmax_scale=x.scaling,
@@ -234,19 +265,20 @@ def _flash4_backward(
 ) -> tuple[Tensor, ...]:
     q, k, v = _for_flash4(x.q, x.k, x.v)
     longest, longest_keys = x.sizes
-    found = getattr(_flash4(), FLASH4_BACKWARD)(
-        *(q, k, v, _widened(out, v.shape[-1]), _widened(gradient, v.shape[-1]), logsumexp),
-        softmax_scale=x.scaling,
-        causal=True,
-        softcap=x.cap,
-        window_size_left=x.window - 1 if x.window else None,
-        window_size_right=0 if x.window else None,
-        cu_seqlens_q=x.query_ends,
-        cu_seqlens_k=x.key_ends,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest_keys,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    with torch.cuda.device_of(q):
+        found = getattr(_flash4(), FLASH4_BACKWARD)(
+            *(q, k, v, _widened(out, v.shape[-1]), _widened(gradient, v.shape[-1]), logsumexp),
+            softmax_scale=x.scaling,
+            causal=True,
+            softcap=x.cap,
+            window_size_left=x.window - 1 if x.window else None,
+            window_size_right=0 if x.window else None,
+            cu_seqlens_q=x.layout.query_ends,
+            cu_seqlens_k=x.layout.key_ends,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest_keys,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
     return _narrowed(found[:3], x)
 
 
@@ -268,7 +300,7 @@ def _is_blackwell(device: torch.device) -> bool:
 def _varlen_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
     found = _VARLEN(
         *_equally_wide(x.q, x.k, x.v),
-        *(x.query_ends, x.key_ends, *x.sizes, 0.0, not x.window, False),
+        *(x.layout.query_ends, x.layout.key_ends, *x.sizes, 0.0, not x.window, False),
         scale=x.scaling,
         window_size_left=x.window - 1 if x.window else -1,
         window_size_right=0,
@@ -283,7 +315,7 @@ def _varlen_backward(
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
     found = _VARLEN_GRADIENT(
         *(_widened(gradient, v.shape[-1]), q, k, v, _widened(out, v.shape[-1]), logsumexp),
-        *(x.query_ends, x.key_ends, *x.sizes, 0.0, not x.window),
+        *(x.layout.query_ends, x.layout.key_ends, *x.sizes, 0.0, not x.window),
         *(random_state, torch.empty(0, device=q.device)),
         scale=x.scaling,
         window_size_left=x.window - 1 if x.window else -1,
@@ -299,14 +331,17 @@ class DenseRun(NamedTuple):
     """Number of documents."""
     length: int
     """Their length, with padding at the end, which causal attention never sees."""
-    rows: Tensor | None
-    """Rows of the documents' tokens in the pack; None for all rows, in order and not padded."""
+    rows: Tensor | slice
+    """Rows of the documents' tokens in the pack: a slice if they lie side by side, not padded."""
     places: Tensor | None
-    """The places of these tokens in the stacked documents."""
+    """The places of these tokens in the stacked documents; None with a slice."""
 
     def stack(self, x: Tensor) -> Tensor:
         """Return ``[documents, heads, length, d]`` of ``[t, heads, d]``, with zeros as padding."""
-        if self.rows is not None and self.places is not None:
+        if isinstance(self.rows, slice):
+            x = x[self.rows]
+        else:
+            assert self.places is not None
             stacked = x.new_zeros(self.size * self.length, *x.shape[1:])
             x = stacked.index_copy_(0, self.places, x.index_select(0, self.rows))
         return x.view(self.size, self.length, *x.shape[1:]).transpose(1, 2)
@@ -318,31 +353,46 @@ class DenseRun(NamedTuple):
 
     def store(self, found: list[Tensor], rows: list[Tensor]) -> None:
         """Write each ``[documents, heads, length, ...]`` into the rows of a pack."""
-        assert self.rows is not None
         for one, into in zip(found, rows, strict=True):
-            into.index_copy_(0, self.rows, self.unstack(one).to(into.dtype))
+            mine = self.unstack(one).to(into.dtype)
+            if isinstance(self.rows, slice):
+                into[self.rows] = mine
+            else:
+                into.index_copy_(0, self.rows, mine)
 
 
 @once_per_tensor  # all layers have the same plan
 def dense_runs(plan: Tensor, device: torch.device) -> list[DenseRun]:
-    """Group the documents of a plan by padded length."""
-    by_length: dict[int, list[Any]] = {}
-    runs = equal_spans(plan)
-    for run in runs:
-        by_length.setdefault(padded_length(run.length), []).append(run)
-    if len(runs) == 1 and runs[0].length in by_length:
-        return [DenseRun(runs[0].size, runs[0].length, None, None)]
+    """Divide the documents of a plan among dense calls, by padded length."""
+    by_length: dict[int, list[Span]] = {}
+    for one in spans_of(plan):
+        by_length.setdefault(padded_length(one.end - one.begin), []).append(one)
     found = []
     for length, alike in by_length.items():
-        places, documents = [], 0
-        for run in alike:
-            starts = (torch.arange(run.size) + documents) * length
-            places.append((starts.unsqueeze(1) + torch.arange(run.length)).flatten())
-            documents += run.size
-        rows = torch.cat([run.queries for run in alike])
-        where = [x.to(device, non_blocking=True) for x in (rows, torch.cat(places))]
-        found.append(DenseRun(documents, length, *where))
+        begins = np.array([one.begin for one in alike])
+        lengths = np.array([one.end for one in alike]) - begins
+        first = 0
+        for size in dense_calls(len(alike), length):
+            some = slice(first, first + size)
+            found.append(_dense_run(begins[some], lengths[some], length, device))
+            first += size
     return found
+
+
+def _dense_run(
+    begins: np.ndarray, lengths: np.ndarray, length: int, device: torch.device
+) -> DenseRun:
+    size, first = len(begins), int(begins[0])
+    starts = np.arange(size) * length  # of the stacked documents
+    if (lengths == length).all() and (begins == first + starts).all():
+        return DenseRun(size, length, slice(first, first + size * length), None)
+    rows, places = (concatenated(one, lengths) for one in (begins, starts))
+    return DenseRun(
+        size,
+        length,
+        to_device(torch.from_numpy(rows), device),
+        to_device(torch.from_numpy(places), device),
+    )
 
 
 # The number of dimensions of cuDNN's statistics, which differs between versions of torch. The
@@ -351,14 +401,12 @@ _statistics_dimensions = [4]
 
 
 def _cudnn_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
-    first, *others = dense_runs(x.plan, x.q.device)
-    found = _dense_forward(first, x)
-    if first.rows is None:
-        attended, sums = (first.unstack(one) for one in found)
+    runs = dense_runs(x.layout.plan, x.q.device)
+    if len(runs) == 1 and runs[0].places is None:  # the whole pack
+        attended, sums = (runs[0].unstack(one) for one in _dense_forward(runs[0], x))
         return attended, sums.T
     out, logsumexp = _empty_outputs(x.q, x.v)
-    first.store(found, [out, logsumexp.T])
-    for run in others:
+    for run in runs:
         run.store(_dense_forward(run, x), [out, logsumexp.T])
     return out, logsumexp
 
@@ -366,14 +414,12 @@ def _cudnn_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
 def _cudnn_backward(
     x: SpanInputs, gradient: Tensor, out: Tensor, logsumexp: Tensor
 ) -> tuple[Tensor, ...]:
-    first, *others = dense_runs(x.plan, x.q.device)
+    runs = dense_runs(x.layout.plan, x.q.device)
     arriving = [gradient, out, logsumexp.T.unsqueeze(-1)]
-    found = _dense_backward(first, x, arriving)
-    if first.rows is None:
-        return tuple(first.unstack(one) for one in found)
+    if len(runs) == 1 and runs[0].places is None:
+        return tuple(runs[0].unstack(one) for one in _dense_backward(runs[0], x, arriving))
     gradients = [torch.empty_like(one) for one in (x.q, x.k, x.v)]
-    first.store(found, gradients)
-    for run in others:
+    for run in runs:
         run.store(_dense_backward(run, x, arriving), gradients)
     return tuple(gradients)
 
@@ -405,7 +451,7 @@ def _dense_backward(run: DenseRun, x: SpanInputs, arriving: list[Tensor]) -> lis
 def _spans_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
     q, k, v = _equally_wide(x.q, x.k, x.v)
     options = (x.scaling, x.window, 0, x.cap)
-    out, sums = attend_by_span(q, k, v, None, x.plan, *options)
+    out, sums = attend_by_span(q, k, v, None, x.layout.plan, *options)
     return out[..., : x.v.shape[-1]], sums.T
 
 
@@ -416,7 +462,7 @@ def _spans_backward(
     upstream, attended = (_widened(one, v.shape[-1]) for one in (gradient, out))
     options = (x.scaling, x.window, 0, x.cap)
     found = attend_by_span_gradients(
-        upstream, q, k, v, attended, logsumexp.T.contiguous(), x.plan, *options
+        upstream, q, k, v, attended, logsumexp.T.contiguous(), x.layout.plan, *options
     )
     return _narrowed(found, x)
 
@@ -451,18 +497,101 @@ _BACKWARD = {
 }
 
 
+@functools.cache
+def trial_failure(
+    name: KernelName,
+    device: torch.device,
+    dtype: torch.dtype,
+    numbers: tuple[int, int],
+    heads: tuple[int, int],
+    window: bool,
+    cap: float,
+) -> str | None:
+    """Try a kernel on two short documents, and return why it can't be used; None if it can.
+
+    A kernel may be there and still fail: it does not compile on this GPU, or computes wrong values.
+    That is logged once.
+
+    Args:
+        name: a kernel of ``END_TO_END``.
+        device: where it runs.
+        dtype: of queries, keys and values.
+        numbers: the numbers of heads of queries and of keys.
+        heads: the sizes of the heads of keys and of values.
+        window: whether there is a window.
+        cap: the bound of scores; 0 for none.
+    """
+    failure: str | None = _trial_failure(name, device, dtype, numbers, heads, window, cap)
+    if failure is not None:
+        log.warning("the attention kernel %s is not used on %s: %s", name, device, failure)
+    return failure
+
+
+# With real tensors: with fake ones, every kernel would fail, and not be tried again.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_current_modes()
+@torch.no_grad()
+def _trial_failure(
+    name: KernelName,
+    device: torch.device,
+    dtype: torch.dtype,
+    numbers: tuple[int, int],
+    heads: tuple[int, int],
+    window: bool,
+    cap: float,
+) -> str | None:
+    prefixes = next(one.prefixes for one in KERNELS if one.name == name)
+    last = Document(130, 200, ((0, 30),) if prefixes else ())
+    options = (lay_out((Document(0, 130), last), device), heads[0] ** -0.5, 33 * window, cap)
+    (query_heads, key_heads), (width, value_width) = numbers, heads
+    shapes = [(query_heads, width), (key_heads, width), (key_heads, value_width)]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(200, *shape, generator=generator, device="cpu").to(device, dtype)
+        for shape in [*shapes, (query_heads, value_width)]
+    ]
+    try:
+        computed = _forward_and_backward(name, inputs, *options)
+        expected = _forward_and_backward("spans", [x.double() for x in inputs], *options)
+        for what, ours, right in zip(_COMPUTED, computed, expected, strict=True):
+            off = ((ours.double() - right).norm() / right.norm()).item()
+            if not off < _LARGEST_ERROR:  # NaN, too
+                return f"in a small call, {what} has a relative error of {off:.3g}"
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
+    except Exception as error:  # whatever a library raises while it is loaded or compiled
+        return f"a small call raised {type(error).__name__}: {error}"
+    return None
+
+
+_COMPUTED = ("the output", "the logsumexp", *(f"the gradient of {x}" for x in "qkv"))
+
+
+def _forward_and_backward(
+    name: str, tensors: list[Tensor], layout: Layout, scaling: float, window: int, cap: float
+) -> list[Tensor]:
+    """Return what ``_COMPUTED`` names, of queries, keys, values and the output's gradient."""
+    q, k, v, gradient = tensors
+    x = _inputs(name, q, k, v, layout, scaling, window, cap)
+    out, logsumexp = (found.contiguous() for found in _FORWARD[name](x))
+    of_q, of_k, of_v = _BACKWARD[name](x, gradient, out, logsumexp)
+    gathered = None if name == "spans" else layout.gathered
+    rest = [_of_all_keys(*pair, gathered) for pair in ((of_k, k), (of_v, v))]
+    return [out, logsumexp, of_q, *rest]
+
+
 def _name_for(
-    q: Tensor, v: Tensor, plan: Tensor, window: int, cap: float, kernel: str, *, sinks: bool
+    q: Tensor, v: Tensor, layout: Layout, window: int, cap: float, kernel: str, *, sinks: bool
 ) -> str:
     """Return the name of the kernel for a pack; the backward pass chooses as the forward pass."""
     if q.device.type == "cpu":
         return "spans"
-    groups = groups_of(plan)
     name, reason = choose_for(
         *(q.device, q.dtype, (q.shape[-1], v.shape[-1])),
-        groups=groups,
-        window=0 < window < max(keys for _, _, keys in groups),
-        softcap=bool(cap),
+        numbers=(q.shape[1], v.shape[1]),
+        groups=groups_of(layout.plan),
+        window=0 < window < layout.max_keys,
+        softcap=cap,
         sinks=sinks,
         kernel=kernel or None,
     )
@@ -476,36 +605,72 @@ def log_choice(name: str, reason: str, device: str) -> None:
     log.info("attention on %s: kernel %s, because %s", device, name, reason)
 
 
+# The operator gets only the plan. Tensors that some layouts have and others have not would give
+# compiled models a graph for each kind.
+
+
+def _layout(plan: Tensor, chunk: int, device: torch.device) -> Layout:
+    divided = 0 < chunk < max(keys for _, _, keys in groups_of(plan))
+    found: Layout = _layout_of_chunks(plan, chunk, device) if divided else _whole(plan, device)
+    return found
+
+
+@once_per_tensor  # all layers have the same plan
+def _whole(plan: Tensor, device: torch.device) -> Layout:
+    return lay_out(spans_of(plan), device)
+
+
+@once_per_tensor  # apart from the whole layout, because models have layers of both kinds
+def _layout_of_chunks(plan: Tensor, chunk: int, device: torch.device) -> Layout:
+    """Make the layout of the chunks of spans; documents are divided from their first token on."""
+    parts = []
+    for one in spans_of(plan):
+        offset, begin = one.seen - one.end, one.begin  # from rows to positions
+        while begin < one.end:
+            first = (begin + offset) // chunk * chunk
+            end = min(one.end, first + chunk - offset)
+            parts.append(Span(begin, end, _slice(one.keys, first, end + offset)))
+            begin = end
+    return lay_out(tuple(parts), device)
+
+
+def _slice(
+    ranges: tuple[tuple[int, int], ...], first: int, last: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of the rows ``first .. last - 1`` of ``ranges``."""
+    kept = []
+    for begin, end in ranges:
+        low, high = max(first, 0), min(last, end - begin)
+        if low < high:
+            kept.append((begin + low, begin + high))
+        first, last = first - (end - begin), last - (end - begin)
+    return tuple(kept)
+
+
 def _inputs(
     name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    plan: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    gathered: Tensor | None,
+    layout: Layout,
     scaling: float,
     window: int,
     cap: float,
 ) -> SpanInputs:
     """Return the inputs of a kernel, with the keys of the spans end to end, if it needs that."""
-    groups = groups_of(plan)
-    if gathered is not None:
-        k, v = (x.index_select(0, gathered) for x in (k, v))
-    elif name != "spans":
-        seen = sum(number * keys for number, _, keys in groups)
-        k, v = k[:seen], v[:seen]
-    longest = max(keys for _, _, keys in groups)
+    if name != "spans":  # it reads the keys' rows from the plan
+        if layout.gathered is not None:
+            k, v = (x.index_select(0, layout.gathered) for x in (k, v))
+        else:
+            seen = sum(number * keys for number, _, keys in groups_of(layout.plan))
+            k, v = k[:seen], v[:seen]
     return SpanInputs(
         q=q.contiguous(),
         k=k.contiguous(),
         v=v.contiguous(),
-        plan=plan,
-        query_ends=query_ends,
-        key_ends=key_ends,
+        layout=layout,
         scaling=scaling,
-        window=window if 0 < window < longest else 0,
+        window=window if 0 < window < layout.max_keys else 0,
         cap=cap,
     )
 
@@ -536,21 +701,18 @@ def attend_end_to_end(
     v: Tensor,
     sinks: Tensor | None,
     plan: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    gathered: Tensor | None,
     scaling: float,
     window: int,
+    chunk: int,
     cap: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs, ``[t, heads, dv]``, and the logsumexp of the scores, ``[heads, t]``."""
     if not len(q):
         return _empty_outputs(q, v)
-    name = _name_for(q, v, plan, window, cap, kernel, sinks=sinks is not None)
-    gathered = None if name == "spans" else gathered  # it reads the keys' rows from the plan
-    x = _inputs(name, q, k, v, plan, query_ends, key_ends, gathered, scaling, window, cap)
-    out, logsumexp = _FORWARD[name](x)
+    layout = _layout(plan, chunk, q.device)
+    name = _name_for(q, v, layout, window, cap, kernel, sinks=sinks is not None)
+    out, logsumexp = _FORWARD[name](_inputs(name, q, k, v, layout, scaling, window, cap))
     if sinks is not None:
         column = sinks.to(logsumexp.dtype).unsqueeze(1)
         out = (out * torch.sigmoid(logsumexp - column).T.unsqueeze(-1)).to(out.dtype)
@@ -567,11 +729,9 @@ def attend_end_to_end_gradients(
     out: Tensor,
     logsumexp: Tensor,
     plan: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    gathered: Tensor | None,
     scaling: float,
     window: int,
+    chunk: int,
     cap: float,
     kernel: str,
     sinks: bool,
@@ -579,10 +739,11 @@ def attend_end_to_end_gradients(
     """Return the gradients of queries, keys and values."""
     if not len(q):
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    name = _name_for(q, v, plan, window, cap, kernel, sinks=sinks)
-    gathered = None if name == "spans" else gathered
-    x = _inputs(name, q, k, v, plan, query_ends, key_ends, gathered, scaling, window, cap)
+    layout = _layout(plan, chunk, q.device)
+    name = _name_for(q, v, layout, window, cap, kernel, sinks=sinks)
+    x = _inputs(name, q, k, v, layout, scaling, window, cap)
     of_q, of_k, of_v = _BACKWARD[name](x, gradient.contiguous(), out, logsumexp)
+    gathered = None if name == "spans" else layout.gathered
     return of_q.contiguous(), _of_all_keys(of_k, k, gathered), _of_all_keys(of_v, v, gathered)
 
 
@@ -603,9 +764,8 @@ def _(_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tens
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, *layout, scaling, window, cap, kernel = inputs
-    ctx.save_for_backward(q, k, v, *output, *layout, sinks)
-    ctx.options = scaling, window, cap, kernel
+    q, k, v, sinks, plan, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, plan, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -618,7 +778,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
         shares = (sinks.to(logsumexp.dtype).unsqueeze(1) - logsumexp).exp()
         arriving = (gradient * out).to(logsumexp.dtype).sum(-1).T
         of_sinks = -(shares * arriving).sum(1).to(sinks.dtype)
-    return *found, of_sinks, *(None,) * 8
+    return *found, of_sinks, *(None,) * 6
 
 
 attend_end_to_end.register_autograd(_backward, setup_context=_save_inputs)

@@ -16,9 +16,12 @@ KernelName = Literal["flash4", "cudnn", "varlen", "sdpa", "spans"]
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 ALIGNMENT = 8
 """The sizes of heads that these kernels compute are multiples of this."""
-# Dense calls pad documents to a multiple of this many tokens. cuDNN plans each length once, and
-# planning takes much longer than computing, so there must be few lengths.
+# Dense calls pad documents to a multiple of this many tokens. cuDNN plans each shape once, which is
+# a number of documents and a length. Planning takes much longer than computing, so there must be
+# few lengths, and few numbers of documents: powers of two up to a maximum, and 1 if they are long.
 DENSE_MULTIPLE = 1024
+LONGEST_TOGETHER = 4096
+MOST_TOGETHER = 16
 # cuDNN's dense kernel against torch's variable-length kernel: 599 / 521 against 312 / 296 TFLOP/s
 # forward / backward (one H200, 16 heads of 128, 16,384 tokens).
 DENSE_SPEEDUP = 1.8
@@ -213,8 +216,19 @@ def padded_length(length: int) -> int:
     return -(-length // DENSE_MULTIPLE) * DENSE_MULTIPLE
 
 
+def dense_calls(number: int, length: int) -> list[int]:
+    """Return how many documents each dense call computes, of a number of one padded length."""
+    if length > LONGEST_TOGETHER:
+        return [1] * number
+    sizes, size = [], MOST_TOGETHER
+    while number:
+        sizes += [size] * (number // size)
+        number, size = number % size, size // 2
+    return sizes
+
+
 def dense_is_faster(groups: Iterable[tuple[int, int, int]]) -> bool:
-    """Whether dense calls, one for each padded length, beat one variable-length call.
+    """Whether dense calls by padded length beat one variable-length call.
 
         sum of (padded length)^2 / 1.8 + calls 2048^2  <  sum of length^2 + 2048^2
 
@@ -227,4 +241,5 @@ def dense_is_faster(groups: Iterable[tuple[int, int, int]]) -> bool:
         dense[padded_length(length)] += number
         scores += number * length**2
     padded = sum(number * length**2 for length, number in dense.items())
-    return padded / DENSE_SPEEDUP + CALL_SCORES * len(dense) < scores + CALL_SCORES
+    calls = sum(len(dense_calls(number, length)) for length, number in dense.items())
+    return padded / DENSE_SPEEDUP + CALL_SCORES * calls < scores + CALL_SCORES

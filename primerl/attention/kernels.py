@@ -5,15 +5,13 @@ other devices, and where none of these kernels fits, ``span_kernels`` does. ``ke
 which kernel is taken.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from primerl.attention.documents import Layout, Span, lay_out, once_per_tensor
+from primerl.attention.documents import Layout
 from primerl.attention.end_to_end import attend_end_to_end, choose_for, choose_kernel, log_choice
 from primerl.attention.kernel_table import END_TO_END, KernelName
 from primerl.attention.span_kernels import (
@@ -47,7 +45,7 @@ def attend(
         y_i = sum_j exp(s_ij) v_j / (exp(sink) + sum_j exp(s_ij))    over the keys j that i sees
 
     ``choose_kernel`` says which kernel computes it. ``torch.compile`` traces this function once for
-    all layouts. With ``"sdpa"``, or with chunks on a GPU, the function breaks the graph.
+    all layouts. With ``"sdpa"``, the function breaks the graph.
 
     Args:
         query: the queries of all spans, end to end.
@@ -76,11 +74,8 @@ def attend(
     )
     width = value.shape[-1]
     if name in END_TO_END:
-        if chunk and chunk < layout.max_keys:
-            layout = _chunked(layout.plan, layout.spans, chunk, query.device)
-        ends = (layout.plan, layout.query_ends, layout.key_ends, layout.gathered)
-        options = (scaling, window or 0, softcap or 0.0, kernel or "")
-        found: Tensor = attend_end_to_end(query, key, value, sinks, *ends, *options)[0]
+        options = (scaling, window or 0, chunk or 0, softcap or 0.0, kernel or "")
+        found: Tensor = attend_end_to_end(query, key, value, sinks, layout.plan, *options)[0]
         return found
     if name == "sdpa":
         limits = {"window": window or 0, "chunk": chunk or 0}
@@ -137,7 +132,7 @@ def _attend_by_length(
     window: int = 0,
     chunk: int = 0,
 ) -> Tensor:
-    runs = list(blocks(layout.plan.to(query.device), window=window, chunk=chunk))
+    runs = list(blocks(layout.plan, query.device, window=window, chunk=chunk))
     outputs = []
     for run in runs:
         q = stacked(query, run.queries, run.size)
@@ -162,37 +157,3 @@ def _visible_keys(run: EqualSpans, window: int, device: torch.device) -> Tensor 
         return causal_lower_right(run.length, run.seen) if run.length < run.seen else None
     hidden = hidden_keys(run, window, device)
     return None if hidden is None else ~hidden
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@once_per_tensor  # all layers have the same spans
-def _chunked(
-    plan: Tensor,  # noqa: ARG001  for whose lifetime the result is cached
-    spans: tuple[Any, ...],
-    chunk: int,
-    device: torch.device,
-) -> Layout:
-    """Make the layout of the chunks of spans; documents are divided from their first token on."""
-    parts = []
-    for one in spans:
-        seen = sum(end - begin for begin, end in one.keys)
-        offset, begin = seen - one.end, one.begin  # from rows to positions
-        while begin < one.end:
-            first = (begin + offset) // chunk * chunk
-            end = min(one.end, first + chunk - offset)
-            parts.append(Span(begin, end, _slice(one.keys, first, end + offset)))
-            begin = end
-    return lay_out(tuple(parts), device)
-
-
-def _slice(
-    ranges: tuple[tuple[int, int], ...], first: int, last: int
-) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of the rows ``first .. last - 1`` of ``ranges``."""
-    kept = []
-    for begin, end in ranges:
-        low, high = max(first, 0), min(last, end - begin)
-        if low < high:
-            kept.append((begin + low, begin + high))
-        first, last = first - (end - begin), last - (end - begin)
-    return tuple(kept)

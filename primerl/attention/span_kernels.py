@@ -9,10 +9,14 @@ window.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from primerl.attention.documents import once_per_tensor
+from primerl._common.host_memory import to_device
+from primerl.attention.documents import Span, once_per_tensor
+
+HOST = torch.device("cpu")
 
 # On a CPU, attention to at most this many tokens is faster in float32 than in bfloat16.
 WIDENED_LENGTH = 256
@@ -50,29 +54,57 @@ class EqualSpans(NamedTuple):
         return self.queries if self.real is None else self.queries.index_select(0, self.real)
 
 
-def equal_spans(plan: Tensor) -> list[EqualSpans]:
-    """Decode the runs of ``Layout.plan``, which are groups of spans of equal lengths.
+# A plan holds the number of runs, which are groups of spans of equal lengths, then ``count, length,
+# seen`` of each run, then the rows of all queries, run by run, and finally the rows of all keys,
+# run by run. It is in host memory and decoded there, so that nothing waits for a GPU.
 
-    A plan holds the number of runs, then ``count, length, seen`` of each run, then the rows of all
-    queries, run by run, and finally the rows of all keys, run by run.
-    """
-    runs = int(plan[0])
-    alike, rows = plan[1 : 1 + 3 * runs].view(-1, 3).tolist(), plan[1 + 3 * runs :]
-    start_k = sum(count * length for count, length, _ in alike)
+
+@once_per_tensor
+def groups_of(plan: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """Return the number, queries and keys of spans of equal lengths, from ``Layout.plan``."""
+    found = plan[1 : 1 + 3 * int(plan[0])].view(-1, 3).tolist()
+    return tuple((number, queries, keys) for number, queries, keys in found)
+
+
+@once_per_tensor  # all layers have the same plan
+def equal_spans(plan: Tensor, device: torch.device) -> list[EqualSpans]:
+    """Decode the runs of ``Layout.plan``, with rows on a device."""
+    groups = groups_of(plan)
+    with torch.inference_mode(False):  # backward passes can't save inference tensors
+        # A clone, because the cached result would keep a plan alive whose views it has.
+        rows = to_device(plan[1 + 3 * len(groups) :].clone(), device)
+    start_k = sum(count * length for count, length, _ in groups)
     found, start = [], 0
-    for count, length, seen in alike:
+    for count, length, seen in groups:
         end, end_k = start + count * length, start_k + count * seen
         found.append(EqualSpans(count, length, seen, rows[start:end], rows[start_k:end_k]))
         start, start_k = end, end_k
     return found
 
 
+def spans_of(plan: Tensor) -> tuple[Span, ...]:
+    """Decode the spans of ``Layout.plan`` that have queries, in the order of their queries."""
+    found = []
+    for run in equal_spans(plan, HOST):
+        if run.length:
+            begins = run.queries.view(run.size, -1)[:, 0].tolist()
+            for begin, keys in zip(begins, run.keys.view(run.size, -1).numpy(), strict=True):
+                found.append(Span(begin, begin + run.length, _ranges(keys)))
+    return tuple(sorted(found))
+
+
+def _ranges(rows: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of consecutive rows that make up ``rows``."""
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
+
+
 @once_per_tensor  # all layers have the same plan
 def padded_spans(plan: Tensor) -> list[EqualSpans]:
-    """Decode a plan as ``equal_spans`` does, and pad short spans, so that fewer calls suffice."""
+    """Decode a plan for a CPU, and pad short spans, so that fewer calls suffice."""
     found: list[EqualSpans] = []
     short: dict[tuple[int, int], list[EqualSpans]] = {}
-    for run in equal_spans(plan):
+    for run in equal_spans(plan, HOST):
         scores = run.size * run.length * run.seen
         if run.length and run.seen <= WIDENED_LENGTH and scores <= PADDED_SCORES:
             size = -(-run.length // PADDED_TO), -(-run.seen // (4 * PADDED_TO))
@@ -85,13 +117,12 @@ def padded_spans(plan: Tensor) -> list[EqualSpans]:
 
 def _padded(runs: list[EqualSpans]) -> EqualSpans:
     """Pad spans by their last query and their last key, which are hidden or not used."""
-    device = runs[0].queries.device
-    sizes = torch.tensor([run.size for run in runs], device=device)
+    sizes = torch.tensor([run.size for run in runs], device=HOST)
     lengths, seen = (
-        torch.tensor(sizes_of, device=device).repeat_interleave(sizes).unsqueeze(1)
+        torch.tensor(sizes_of, device=HOST).repeat_interleave(sizes).unsqueeze(1)
         for sizes_of in ([run.length for run in runs], [run.seen for run in runs])
     )
-    query, key = (torch.arange(int(x.max()), device=device) for x in (lengths, seen))
+    query, key = (torch.arange(int(x.max()), device=HOST) for x in (lengths, seen))
     queries, keys = [], []
     for run in runs:
         queries.append(run.queries.view(run.size, -1)[:, query.clamp(max=run.length - 1)])
@@ -109,19 +140,27 @@ def _padded(runs: list[EqualSpans]) -> EqualSpans:
 
 
 def blocks(
-    plan: Tensor, *, window: int, chunk: int, scores: int = 0, padded: bool = False
+    plan: Tensor,
+    device: torch.device,
+    *,
+    window: int,
+    chunk: int,
+    scores: int = 0,
+    padded: bool = False,
 ) -> Iterator[EqualSpans]:
     """Yield blocks of a plan's queries, each with the keys that at least one of them sees.
 
     Args:
         plan: a ``Layout.plan``.
+        device: the device of the rows.
         window: the number of keys that a query sees, including its own; 0 for no window.
         chunk: the length of the chunks of a document outside of which no key is seen; 0 for none.
         scores: the number of heads if a block's scores are to be bounded by ``MAX_SCORES``, or 0.
-        padded: whether short spans may be padded, where neither window nor chunks divide them.
+        padded: whether short spans may be padded, where neither window nor chunks divide them;
+            on a CPU only.
     """
     padded = padded and not any(0 < limit < WIDENED_LENGTH for limit in (window, chunk))
-    for run in padded_spans(plan) if padded else equal_spans(plan):
+    for run in padded_spans(plan) if padded else equal_spans(plan, device):
         whole = not scores and not chunk and not 0 < window < run.seen
         if whole or not run.length or run.hidden is not None:
             yield run
@@ -263,9 +302,11 @@ def attend_by_span(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs, ``[t, heads, d]``, and the logsumexp of the scores, ``[t, heads]``."""
     out, logsumexp = _empty_outputs(q)
-    explicit, plan = _is_explicit(q, cap), plan.to(q.device)
+    explicit = _is_explicit(q, cap)
     bounded = q.shape[1] if explicit else 0
-    for run in blocks(plan, window=window, chunk=chunk, scores=bounded, padded=not explicit):
+    for run in blocks(
+        plan, q.device, window=window, chunk=chunk, scores=bounded, padded=not explicit
+    ):
         inputs, mask = _kernel_inputs(run, q, k, v, window)
         if explicit:
             outputs, sums = _explicit(inputs, mask, scaling, cap)
@@ -320,9 +361,11 @@ def attend_by_span_gradients(
     grad_q = q.new_empty(q.shape)
     # Zeros, because the gradient of a key that several spans share is summed over the spans.
     grad_k, grad_v = (torch.zeros_like(_widen(x)) for x in (k, v))
-    explicit, plan = _is_explicit(q, cap), plan.to(q.device)
+    explicit = _is_explicit(q, cap)
     bounded = q.shape[1] if explicit else 0
-    for run in blocks(plan, window=window, chunk=chunk, scores=bounded, padded=not explicit):
+    for run in blocks(
+        plan, q.device, window=window, chunk=chunk, scores=bounded, padded=not explicit
+    ):
         inputs, mask = _kernel_inputs(run, q, k, v, window)
         upstream, attended = (
             x.to(inputs[0].dtype)

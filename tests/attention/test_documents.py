@@ -99,7 +99,8 @@ def test_short_spans_of_many_lengths_are_few_calls():
     plan = lay_out((*spans, long)).plan
 
     def calls(**limits):
-        return list(span_kernels.blocks(plan, **{"window": 0, "chunk": 0, "padded": True} | limits))
+        options = {"window": 0, "chunk": 0, "padded": True} | limits
+        return list(span_kernels.blocks(plan, plan.device, **options))
 
     assert len(calls(padded=False)) == 4 * 17 + 1
     assert len(calls()) == 2 + 1  # the first documents, the branches, and the long one

@@ -3,10 +3,13 @@
 import ast
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import inspect
 import itertools
 import types
+import weakref
+from collections import Counter
 
 import attention_stand_ins as stand_ins
 import pytest
@@ -40,6 +43,8 @@ def standing_in(name):
         patch.setattr(end_to_end, "_name_for", lambda *_, **__: name)
         patch.setattr(kernels, "_kernel_for", lambda *_, **__: name)
         patch.setattr(kernel_table, "DENSE_MULTIPLE", 4)
+        patch.setattr(kernel_table, "LONGEST_TOGETHER", 4)
+        patch.setattr(kernel_table, "MOST_TOGETHER", 2)
         stand_ins.CALLS.clear()
         yield patch
 
@@ -88,16 +93,9 @@ def test_spans_attend_as_under_a_mask(name, case, window, chunk, softcap, has_si
 
     with standing_in(name):
         if name == "spans":  # as on a CPU
-            layout = lay_out(some)
-            layout = (
-                layout
-                if chunk is None
-                else kernels._chunked(layout.plan, layout.spans, chunk, q.device)
-            )
-            ours, _ = end_to_end.attend_end_to_end(
-                *(q, k, v, sinks, layout.plan, layout.query_ends, layout.key_ends),
-                *(layout.gathered, 0.9, window or 0, softcap or 0.0, ""),
-            )
+            plan = lay_out(some).plan
+            options = (0.9, window or 0, chunk or 0, softcap or 0.0, "")
+            ours, _ = end_to_end.attend_end_to_end(q, k, v, sinks, plan, *options)
         else:
             ours = attend(q, k, v, lay_out(some), sinks=sinks, **limits)
         expected = by_mask(q, k, v, sinks, some, **limits)
@@ -107,7 +105,7 @@ def test_spans_attend_as_under_a_mask(name, case, window, chunk, softcap, has_si
 @pytest.mark.parametrize("dimensions", [3, 4])
 @settings(max_examples=15)
 @given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     has_sinks=st.booleans(),
     value_width=st.sampled_from([4, 8]),
 )
@@ -120,16 +118,19 @@ def test_dense_calls_compute_documents(dimensions, lengths, has_sinks, value_wid
         ours = attend(q, k, v, lay_out(some), sinks=sinks, scaling=0.9)
         expected = by_mask(q, k, v, sinks, some, scaling=0.9)
         compare(ours, expected, [x for x in (q, k, v, sinks) if x is not None])
-        assert len(stand_ins.CALLS) == len({kernel_table.padded_length(n) for n in lengths})
+        numbers = Counter(kernel_table.padded_length(n) for n in lengths)
+        calls = [kernel_table.dense_calls(number, n) for n, number in numbers.items()]
+        shapes = [(call["shape"][0], call["shape"][2]) for _, call in stand_ins.CALLS]
+        expected = zip(calls, numbers, strict=True)
+        assert shapes == [(size, n) for sizes, n in expected for size in sizes]
 
 
 def test_documents_end_to_end_are_not_copied():
     q, k, v, _ = tensors(12, 12)
     with standing_in("cudnn"):
         attend(q, k, v, lay_out(whole_documents([4, 4, 4])))
-        ((_, call),) = stand_ins.CALLS
-        assert call["query"] == q.data_ptr()
-        assert call["shape"] == (3, 4, 4, 8)
+        calls = [(call["shape"], call["query"]) for _, call in stand_ins.CALLS]
+        assert calls == [((2, 4, 4, 8), q.data_ptr()), ((1, 4, 4, 8), q[8:].data_ptr())]
     with standing_in("varlen"):
         attend(q, k, v, lay_out(whole_documents([5, 1, 6])))
         assert stand_ins.CALLS == [("varlen", {"key": k.data_ptr()})]
@@ -189,9 +190,8 @@ def arguments(rows=9, *, sinks=True, shared=True):
     """Arguments of the operator, with documents that share tokens."""
     q, k, v, column = tensors(rows, rows, value_width=4)
     last = Document(6, rows, ((0, 3),)) if shared else Document(6, rows)
-    layout = lay_out((Document(0, 6), last))
-    ends = (layout.plan, layout.query_ends, layout.key_ends, layout.gathered)
-    return q, k, v, column if sinks else None, *ends, 0.9, 3, 0.7, ""
+    plan = lay_out((Document(0, 6), last)).plan
+    return q, k, v, column if sinks else None, plan, 0.9, 3, 4, 0.7, ""
 
 
 @pytest.mark.parametrize("sinks", [True, pytest.param(False, marks=pytest.mark.thorough)])
@@ -211,6 +211,154 @@ def test_a_compiler_can_trace_the_gradient():
         torch.ops.primerl.attend_end_to_end_backward.default,
         (torch.ones_like(found[0]), q, k, v, *found, *others, True),
     )
+
+
+@pytest.mark.filterwarnings("default")  # torch emits warnings while it traces
+def test_chunks_do_not_break_the_graph():
+    q, k, v, _ = tensors(9, 9)
+    some = (Document(0, 6), Document(6, 9, ((0, 3),)))
+    with standing_in("varlen"):
+        unchecked = inspect.unwrap(attend)  # a compiler can't trace checks of shapes
+        compiled = torch.compile(unchecked, backend="aot_eager", fullgraph=True)
+        compare(
+            compiled(q, k, v, lay_out(some), scaling=0.9, chunk=2),
+            by_mask(q, k, v, None, some, scaling=0.9, chunk=2),
+            [q, k, v],
+        )
+
+
+@given(case=PARTS)
+def test_an_operator_reads_the_layout_from_the_plan(case):
+    some, _ = case
+    expected = lay_out(some)
+    found = end_to_end._layout(expected.plan, 0, expected.plan.device)
+
+    for name in ("plan", "query_ends", "key_ends", "gathered", "max_keys", "max_queries"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.equal(theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+    assert end_to_end._layout(expected.plan, 0, expected.plan.device) is found
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "spans"])
+def test_what_is_known_of_a_plan_does_not_keep_it_alive(name):
+    q, k, v, _ = tensors(9, 9)
+    layout = lay_out(whole_documents([4, 5]))
+    plan = weakref.ref(layout.plan)
+    with standing_in(name):
+        for chunk in (None, 3):
+            attend(q, k, v, layout, chunk=chunk).sum().backward()
+    del layout
+    gc.collect()
+    assert plan() is None
+
+
+def fails(*_, **__):
+    raise RuntimeError("no kernel for sm_90")
+
+
+def with_nan(*given_arguments, **options):
+    out, logsumexp, *_ = stand_ins.FlashAttention4.flash_attn_varlen_func(
+        *given_arguments, **options
+    )
+    return out * torch.nan, logsumexp
+
+
+def without_window(*given_arguments, **options):
+    options["window_size"] = (None, None)
+    return stand_ins.FlashAttention4.flash_attn_varlen_func(*given_arguments, **options)
+
+
+def without_prefixes(q, k, v, **options):
+    """As if the first query of a span saw its first key, not the last query its last."""
+    k = torch.cat([k[:130], k[160:], k[130:160]])
+    return stand_ins.FlashAttention4.flash_attn_varlen_func(q, k, v, **options)
+
+
+def half_gradients(*given_arguments, **options):
+    of_q, of_k, *rest = stand_ins.FlashAttention4._flash_attn_bwd(*given_arguments, **options)
+    return of_q, of_k / 2, *rest
+
+
+TRIAL = (torch.device("cpu"), torch.float32, (4, 2), (16, 8))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_that_computes_a_small_call_right_is_used(name):
+    with standing_in(name):
+        assert end_to_end._trial_failure(name, *TRIAL, False, 0.0) is None
+        assert stand_ins.CALLS
+        if name == "flash4":
+            assert end_to_end._trial_failure(name, *TRIAL, True, 0.7) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "reason"),
+    [
+        (end_to_end.FLASH4_FORWARD, fails, "a small call raised RuntimeError: no kernel for sm_90"),
+        (end_to_end.FLASH4_BACKWARD, fails, "a small call raised RuntimeError"),
+        (end_to_end.FLASH4_FORWARD, with_nan, "the output has a relative error of nan"),
+        (end_to_end.FLASH4_FORWARD, without_window, "the output has a relative error of"),
+        (end_to_end.FLASH4_FORWARD, without_prefixes, "the output has a relative error of"),
+        (
+            end_to_end.FLASH4_BACKWARD,
+            half_gradients,
+            "the gradient of k has a relative error of 0.5",
+        ),
+    ],
+)
+def test_a_kernel_that_fails_in_a_small_call_is_refused(function, fault, reason):
+    functions = {
+        name: getattr(stand_ins.FlashAttention4, name)
+        for name in (end_to_end.FLASH4_FORWARD, end_to_end.FLASH4_BACKWARD)
+    }
+    with standing_in("flash4") as patch:
+        library = types.SimpleNamespace(**functions | {function: fault})
+        patch.setattr(end_to_end, "_flash4", lambda: library)
+        assert reason in end_to_end._trial_failure("flash4", *TRIAL, True, 0.0)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Trials on a pretended Hopper GPU, in which FlashAttention 4 fails."""
+    trials = []
+
+    def failure(name, *_):
+        trials.append(name)
+        return "a small call raised RuntimeError: sm_90" if name == "flash4" else None
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(end_to_end, "_unusable", dict)
+    monkeypatch.setattr(end_to_end, "_trial_failure", failure)
+    end_to_end.trial_failure.cache_clear()
+    yield trials
+    end_to_end.trial_failure.cache_clear()
+
+
+HOPPER = (torch.device("cuda", 0), torch.bfloat16, (64, 64))
+
+
+def test_the_next_kernel_is_taken_after_a_trial_that_failed(tried, caplog):
+    given_lengths = {"groups": ((1, 16_384, 16_384),), "numbers": (4, 2)}
+    for _ in range(2):
+        name, reason = end_to_end.choose_for(*HOPPER, **given_lengths)
+        assert name == "cudnn"
+        assert "not flash4: a small call raised RuntimeError: sm_90" in reason
+    assert tried == ["flash4", "cudnn"]  # once in a process
+    (message,) = [one.getMessage() for one in caplog.records]
+    assert message == (
+        "the attention kernel flash4 is not used on cuda:0: a small call raised RuntimeError: sm_90"
+    )
+    capped = end_to_end.choose_for(*HOPPER, **given_lengths, softcap=30.0)
+    assert capped[0] == "spans"
+
+    with pytest.raises(ValueError, match=r"flash4 can't be used: a small call raised .* sm_90"):
+        end_to_end.choose_for(*HOPPER, **given_lengths, kernel="flash4")
+
+
+def test_nothing_is_tried_while_a_model_is_traced(tried):
+    """When the numbers of heads are not asked for yet."""
+    assert end_to_end.choose_for(*HOPPER)[0] == "flash4"
+    assert not tried
 
 
 def layer(x, *others):
@@ -250,7 +398,7 @@ def test_compiled_and_selectively_recomputed_layers_compute_the_same(name):
     if name in ("cudnn", "varlen"):
         given_arguments[-2] = 0.0
     if name == "cudnn":
-        given_arguments[-3] = 0
+        given_arguments[-4] = 0
     x = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     compilers = {
         "eager": lambda function: function,
@@ -274,7 +422,7 @@ def test_compiled_and_selectively_recomputed_layers_compute_the_same(name):
 
 
 def len_of_runs(name):
-    return 2 if name == "cudnn" else 1  # padded to 8 and 4 tokens
+    return 2 if name == "cudnn" else 1  # chunks of 4, 2 and 3 tokens, padded to 4: two and one
 
 
 def test_stand_ins_have_the_signatures_of_torch():
@@ -411,7 +559,6 @@ def test_layers_on_a_gpu_compute_the_same_compiled_and_recomputed(name, lengths)
         for x in tensors(rows, rows, width=64, value_width=64, dtype=torch.bfloat16)
     )
     layout = lay_out(whole_documents(lengths), "cuda")
-    ends = (layout.plan, layout.query_ends, layout.key_ends, layout.gathered)
     try:
         end_to_end.choose_kernel(q, v, layout=layout, kernel=name)
     except ValueError as refused:
@@ -419,7 +566,7 @@ def test_layers_on_a_gpu_compute_the_same_compiled_and_recomputed(name, lengths)
     x = torch.tensor(1.5, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     found = []
     for function in (layer, recomputed, torch.compile(layer), torch.compile(recomputed)):
-        value = function(x, q, k, v, None, *ends, 0.125, 0, 0.0, name)
+        value = function(x, q, k, v, None, layout.plan, 0.125, 0, 0, 0.0, name)
         found.append([value, *torch.autograd.grad(value.float().square().mean(), [x, q, k, v])])
 
     for others in found[1:]:

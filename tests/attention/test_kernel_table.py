@@ -1,7 +1,9 @@
 """The choice of a kernel of attention, over the table of what kernels compute."""
 
 import re
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from primerl.attention.kernel_table import (
     KERNELS,
     AttentionProblem,
     choose,
+    dense_calls,
     dense_is_faster,
     padded_length,
 )
@@ -94,6 +97,34 @@ def test_each_call_costs_as_much_as_2048_squared_scores():
 
 def test_documents_are_padded_to_few_lengths():
     assert [padded_length(n) for n in (1, 1024, 1025, 16_384)] == [1024, 1024, 2048, 16_384]
+
+
+def test_dense_calls_have_few_numbers_of_documents():
+    assert dense_calls(1, 1024) == [1]
+    assert dense_calls(23, 1024) == [16, 4, 2, 1]
+    assert dense_calls(35, 4096) == [16, 16, 2, 1]
+    assert dense_calls(3, 5120) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("tokens", [16_384, 65_536])
+def test_all_packs_of_a_size_have_few_shapes_of_dense_calls(tokens):
+    """One for each padded length, and four more for each of the four shortest."""
+    random, shapes = np.random.default_rng(0), set()
+    for _ in range(2_000):
+        mean = random.integers(3, np.log(tokens))
+        lengths = random.lognormal(mean, 1.0, 4 * tokens // int(np.exp(mean))).astype(int) + 1
+        lengths = lengths[np.cumsum(lengths) <= tokens]
+        numbers = Counter(map(padded_length, lengths.tolist()))
+        shapes |= {(n, size) for n, count in numbers.items() for size in dense_calls(count, n)}
+
+    assert tokens // 1024 < len(shapes) <= tokens // 1024 + 16
+
+
+def test_each_dense_call_counts():
+    """One call of eight documents, or four calls of fifteen: 15 * 4 / 1.8 + 4 * 4 < 15 * 4 + 4."""
+    assert dense_is_faster([(15, 2048, 2048)])
+    assert dense_is_faster([(8, 1024, 1024)])
+    assert not dense_is_faster([(7, 1024, 1024)])  # three calls: 7 / 1.8 + 3 * 4 > 7 + 4
 
 
 def test_a_forced_kernel_is_taken_or_refused_with_the_reason():
@@ -187,3 +218,5 @@ def test_the_documentation_has_the_same_table(root):
     assert rows == [row(kernel) for kernel in KERNELS]
     assert f"multiple of {kernel_table.DENSE_MULTIPLE:,} tokens" in page
     assert f"/ {kernel_table.DENSE_SPEEDUP} + " in page
+    assert f"up to {kernel_table.MOST_TOGETHER} documents" in page
+    assert f"of up to {kernel_table.LONGEST_TOGETHER:,} tokens" in page

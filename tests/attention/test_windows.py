@@ -109,7 +109,7 @@ def test_the_work_is_proportional_to_the_window():
     """A document of 40 windows: every query is computed once, with at most a window more keys."""
     plan = lay_out((Document(0, 40 * 256), Document(40 * 256, 40 * 256 + 5))).plan
 
-    parts = list(span_kernels.blocks(plan, window=256, chunk=0))
+    parts = list(span_kernels.blocks(plan, plan.device, window=256, chunk=0))
 
     assert sorted(torch.cat([part.queries for part in parts]).tolist()) == list(range(10245))
     pairs = sum(part.size * part.length * part.seen for part in parts)

@@ -1,20 +1,24 @@
 """How often the host waits for the GPU in a training step of the recipes, on a pretended GPU."""
 
+import contextlib
 import functools
 import importlib.util
 from collections import Counter
 from pathlib import Path
 
+import attention_stand_ins as stand_ins
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from primerl import loss, packing, parallel, testing
 from primerl._common import host_memory
-from primerl.attention import packed
-from primerl.attention.span_kernels import attend_by_span
+from primerl.attention import end_to_end, kernel_table, kernels, span_kernels
 from primerl.types import TrainingSample
-from tests.helpers.pretended_gpu import GPU, PretendedGPU
+from tests.helpers.pretended_gpu import GPU, OnGPU, PretendedGPU
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +45,72 @@ def samples():
     ]
 
 
-def attend(q, k, v, layout, *, scaling, **_):
-    """Attention of packed documents by an operator that runs on the pretended GPU."""
-    return attend_by_span(q, k, v, None, layout.plan, scaling, 0, 0, 0.0)[0]
+OPERATORS = {
+    torch.ops.primerl.attend.default: span_kernels.attend_by_span,
+    torch.ops.primerl.attend_backward.default: span_kernels.attend_by_span_gradients,
+    torch.ops.primerl.attend_end_to_end.default: end_to_end.attend_end_to_end,
+    torch.ops.primerl.attend_end_to_end_backward.default: end_to_end.attend_end_to_end_gradients,
+}
+
+# Copies and waits that torch has not divided into their parts where an operator calls them.
+COMPOSED = {torch.ops.aten.to, torch.ops.aten.item, torch.ops.aten.pin_memory}
+
+
+class OpenedOperators(PretendedGPU):
+    """A pretended GPU that also sees what happens within the operators of attention."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        operator = OPERATORS.get(function)
+        opened = function.decompose if operator is None else operator._init_fn
+        if operator is None and function.overloadpacket not in COMPOSED:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        TorchDispatchMode.__enter__(self)
+        try:
+            return opened(*args, **(kwargs or {}))
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
+
+    def _touch(self, function, x, *others, **options):
+        if x.numel():  # all tensors without values have the same address
+            super()._touch(function, x, *others, **options)
+
+
+def on_gpu(stand_in):
+    """A stand-in of a kernel that takes tensors of the pretended GPU, and never waits."""
+
+    @functools.wraps(stand_in)
+    def called(*args, **kwargs):
+        if not any(isinstance(x, OnGPU) for x in tree_leaves((args, kwargs))):
+            return stand_in(*args, **kwargs)
+        args, kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGPU) else x, (args, kwargs))
+        with _disable_current_modes():
+            found = stand_in(*args, **kwargs)
+            return tree_map(lambda x: OnGPU(x) if isinstance(x, torch.Tensor) else x, found)
+
+    return called
+
+
+class FlashAttention4:
+    flash_attn_varlen_func = on_gpu(stand_ins.FlashAttention4.flash_attn_varlen_func)
+    _flash_attn_bwd = on_gpu(stand_ins.FlashAttention4._flash_attn_bwd)
+
+
+def take(name, monkeypatch):
+    """Take a kernel of attention, on the CPU too, with a stand-in if it is for GPUs."""
+    monkeypatch.setattr(kernels, "_kernel_for", lambda *_, **__: name)
+    monkeypatch.setattr(end_to_end, "_name_for", lambda *_, **__: name)
+    monkeypatch.setattr(end_to_end, "_flash4", lambda: FlashAttention4)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
+    for function, stand_in in [
+        ("_VARLEN", stand_ins.flash_attention_forward),
+        ("_VARLEN_GRADIENT", stand_ins.flash_attention_backward),
+        ("_CUDNN", stand_ins.cudnn_attention),
+        ("_CUDNN_GRADIENT", stand_ins.cudnn_attention_backward),
+    ]:
+        monkeypatch.setattr(end_to_end, function, on_gpu(stand_in))
+    monkeypatch.setattr(kernel_table, "DENSE_MULTIPLE", 8)
+    monkeypatch.setattr(span_kernels, "_is_explicit", lambda *_: True)
+    stand_ins.CALLS.clear()
 
 
 def grpo_step(model, packs, device, *, after):
@@ -98,16 +165,28 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("name", "step"), [("grpo", grpo_step), ("sft", sft_step)])
-def test_the_host_waits_for_the_gpu_a_few_times_in_a_step(name, step, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "step", "kernel"),
+    [
+        ("grpo", grpo_step, "varlen"),
+        ("grpo", grpo_step, "cudnn"),
+        ("sft", sft_step, "flash4"),
+        ("sft", sft_step, "cudnn"),
+        ("sft", sft_step, "spans"),
+        ("sft", sft_step, "sdpa"),
+    ],
+)
+@sdpa_kernel(SDPBackend.MATH)  # others are not for pretended GPUs
+def test_the_host_waits_for_the_gpu_a_few_times_in_a_step(name, step, kernel, monkeypatch):
     """Once in a micro-batch, where transformers looks for several documents. Values are a CPU's."""
-    monkeypatch.setattr(packed, "attend", attend)
+    take(kernel, monkeypatch)
     model, other = (testing.tiny_model("qwen3") for _ in range(2))
-    packs = packing.pack(samples(), max_tokens=60, ranks=1, share_prefixes=True)
+    packs = packing.pack(samples(), max_tokens=60, ranks=1, share_prefixes=kernel != "cudnn")
     micro_batches = len(packs[0])
     assert micro_batches > 1
     expected = step(other, packs, torch.device("cpu"), after=lambda _: None)
-    waits, gpu = Counter(), PretendedGPU()
+    waits, gpu = Counter(), OpenedOperators()
+    computed = len(stand_ins.CALLS)
 
     def after(part):
         waits[part] += len(gpu.waits)
@@ -120,6 +199,8 @@ def test_the_host_waits_for_the_gpu_a_few_times_in_a_step(name, step, monkeypatc
         found = step(model, packs, GPU, after=after)
         parameters = [one.detach().cpu() for one in model.parameters()]
 
+    assert len(stand_ins.CALLS) == 2 * computed
+    assert bool(computed) == (kernel in ("varlen", "cudnn", "flash4"))
     assert found == expected
     assert all(torch.equal(a, b) for a, b in zip(parameters, other.parameters(), strict=True))
     waits["micro-batch"] /= micro_batches

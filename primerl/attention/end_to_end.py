@@ -242,7 +242,7 @@ def _flash4() -> ModuleType:
 def _flash4_forward(x: SpanInputs) -> tuple[Tensor, Tensor]:
     q, k, v = _for_flash4(x.q, x.k, x.v)
     longest, longest_keys = x.sizes
-    with torch.no_grad(), torch.cuda.device_of(q):
+    with torch.no_grad(), torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         # Betas have returned two to five results.
         out, logsumexp, *_ = getattr(_flash4(), FLASH4_FORWARD)(
             *(q, k, v),
@@ -265,7 +265,7 @@ def _flash4_backward(
 ) -> tuple[Tensor, ...]:
     q, k, v = _for_flash4(x.q, x.k, x.v)
     longest, longest_keys = x.sizes
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         found = getattr(_flash4(), FLASH4_BACKWARD)(
             *(q, k, v, _widened(out, v.shape[-1]), _widened(gradient, v.shape[-1]), logsumexp),
             softmax_scale=x.scaling,

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from primerl._common.host_memory import to_device
 from primerl.attention.admission import (
     MASKED_BY_DOCUMENT,
     PACKED_ATTENTION,
@@ -148,12 +149,13 @@ def _divide(
         members = np.flatnonzero(sizes == size).tolist()
         longest = max(len(rows[number]) for number in members)
         padded = [np.pad(rows[n], (0, longest - len(rows[n])), mode="edge") for n in members]
-        groups.append(torch.from_numpy(np.stack(padded)).to(device))
+        groups.append(to_device(torch.from_numpy(np.stack(padded)), device))
         for number in members:
             end, own = begin + len(rows[number]), spans[number].end - spans[number].begin
             order[number] = np.arange(end - own, end)
             begin += longest
-    return RowGroups(groups=tuple(groups), order=torch.from_numpy(np.concatenate(order)).to(device))
+    in_order = torch.from_numpy(np.concatenate(order))
+    return RowGroups(groups=tuple(groups), order=to_device(in_order, device))
 
 
 def _rounded(length: int) -> int:

@@ -4,6 +4,7 @@ On a CUDA device, Triton kernels compute the statistics and the gradient of a ti
 (``linear_head_triton``). Elsewhere, and in float64, the torch forms here do.
 """
 
+import logging
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from primerl._common.forward_passes import has_values
 from primerl._common.triton_failure import failure_of_triton
 
+_log = logging.getLogger(__name__)
 # Elements of a tile. A CPU's tile fits into its cache; an accelerator needs fewer, larger kernels:
 # 256 MiB of logits in float32, and half of it for their gradient in 16 bits.
 CPU_TILE, TILE = 2**21, 2**26

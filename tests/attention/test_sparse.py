@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from primerl import attention, loss, models, parallel, testing
 from primerl._common.forward_passes import recomputation_method
-from primerl.attention import Document, find_documents
+from primerl.attention import find_documents
 from primerl.attention import indexer as document_indexer
 from primerl.attention.division import divide_spans
-from primerl.attention.documents import lay_out
+from primerl.attention.documents import Span, lay_out
 from primerl.attention.indexer import DocumentIndexer
 from tests.helpers.pretended_gpu import GPU, PretendedGPU
 
@@ -35,9 +35,10 @@ MODELS = {
 
 
 def test_the_division_of_a_pack_is_copied_to_a_gpu_without_waiting():
-    layout = lay_out((Document(0, 9), Document(9, 12)))
+    spans = Span(0, 9, ((0, 9),)), Span(9, 12, ((9, 12),))
+    plan = lay_out(spans).plan
     with PretendedGPU() as gpu:
-        found = divide_spans(layout.plan, layout.spans, 4, GPU)
+        found = divide_spans(plan, spans, 4, GPU)
         assert gpu.waits == []
         assert found.long_rows.cpu().tolist() == list(range(9))
 

@@ -64,7 +64,7 @@ class Offload(Optimizer):
         Call it before the last backward pass of a step, which goes on meanwhile:
 
             optimizer.prefetch()
-            loss.backward()
+            objective.backward()
             optimizer.step()
 
         The copies take device memory until ``step``. Results don't change; a state that was loaded

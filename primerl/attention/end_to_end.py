@@ -509,8 +509,8 @@ def trial_failure(
 ) -> str | None:
     """Try a kernel on two short documents, and return why it can't be used; None if it can.
 
-    A kernel may be there and still fail: it does not compile on this GPU, or computes wrong values.
-    That is logged once.
+    An installed kernel may not compile on this GPU, or compute wrong values. The failure is logged
+    once.
 
     Args:
         name: a kernel of ``END_TO_END``.

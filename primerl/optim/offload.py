@@ -61,7 +61,7 @@ class Offload(Optimizer):
     def prefetch(self) -> None:
         """Start to copy the states of the first part to the device, before ``step`` needs them.
 
-        Call it before the last backward pass of a step, which goes on meanwhile:
+        Call it before the last backward pass of a step, during which the device copies them:
 
             optimizer.prefetch()
             objective.backward()

@@ -15,10 +15,10 @@ class PinnedMemory:
     """Pinned host memory that long-lived tensors share, in few large blocks.
 
     torch rounds each pinned allocation up to a power of two, so that a tensor of 192 MiB would take
-    256 MiB. Here, blocks are powers of two, and tensors are views of them. A block is no larger
-    than what is still expected, or than a single tensor needs; smaller tensors fill what larger
-    ones leave. Memory returns to torch when this object and all tensors of a block are gone; until
-    then, the memory of single tensors is not used again.
+    256 MiB. Here, the size of each block is a power of two, and tensors are views of blocks. A
+    block is no larger than the sum of the expected tensors, or than a single tensor needs; smaller
+    tensors fill gaps that larger ones leave. Memory returns to torch when this object and all
+    tensors of a block are gone; until then, the memory of single tensors is not used again.
     """
 
     def __init__(self) -> None:

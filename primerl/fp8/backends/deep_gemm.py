@@ -26,8 +26,8 @@ _GROUPED = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_conti
 class DeepGEMM:
     """Backend with DeepGEMM: float32 scales on SM90, powers of two on SM100.
 
-    Its results are in bfloat16. Those of a weight gradient are in float32 on SM90, where the kernel
-    for two operands in blocks of 1 x 128 only adds to a float32 matrix.
+    Its results are in bfloat16. Weight gradients on SM90 are in float32, because the kernel for two
+    operands in blocks of 1 x 128 only adds to a float32 matrix.
     """
 
     name = "deep_gemm"

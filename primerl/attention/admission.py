@@ -190,7 +190,8 @@ def language_model(model: Any) -> nn.Module:
     """Return a model's language model, without its head, and without image and audio encoders."""
     find: Callable[[], Any] | None = getattr(model, "get_decoder", None)
     found = find() if find is not None else None
-    return found if isinstance(found, nn.Module) else model
+    # ModernBERT's decoder calls its head ``decoder``, which is then what is found.
+    return found if isinstance(found, nn.Module) and hasattr(found, "config") else model
 
 
 def _layer_modules(model: Any) -> Iterator[nn.Module]:

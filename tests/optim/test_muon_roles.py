@@ -10,6 +10,7 @@ from torch import nn
 from uses_of_weights import Uses
 
 from primerl import optim, testing
+from primerl.attention.admission import language_model
 from primerl.attention.sparse import attend_sparsely
 from primerl.testing.families import tiny_family
 
@@ -29,7 +30,7 @@ def by_name(model, **how):
 
 def followed(model):
     model.set_attn_implementation("eager")
-    for part in (model, model.get_decoder()):  # some models with encoders can't pass it on
+    for part in (model, language_model(model)):  # some models with encoders can't pass it on
         if part._can_set_experts_implementation():
             part.set_experts_implementation("eager")
     with torch.no_grad(), Uses(model) as uses:

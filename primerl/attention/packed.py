@@ -28,7 +28,7 @@ _COMPUTED = frozenset({"sliding_window", "softcap", "s_aux"})
 _MARK = torch.int8
 SWITCH_BACK = (
     "loss.model_logprobs switched this model to it: to generate or to pad, call "
-    "model.set_attn_implementation('sdpa') first"
+    "model.set_attn_implementation('sdpa') first, or 'eager' if the model has no 'sdpa'"
 )
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from primerl._common.progress import report
+from primerl.attention.admission import language_model
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -26,11 +28,27 @@ def compile_layers(model: Any) -> None:
 
     Args:
         model: the model; modified in place.
+
+    Raises:
+        ValueError: the model has no list of its decoder's layers.
     """
+    layers = _layers(model)
     folder = choose_cache() or "torch's default folder"
     report("compile", f"the first step compiles layers, or finds them in {folder}")
-    for layer in model.get_decoder().layers:
+    for layer in layers:
         layer.compile(dynamic=True)
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    """Return the list of the layers of a model's decoder, whose name differs by family."""
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    for part in language_model(model).modules():
+        if isinstance(part, nn.ModuleList) and len(part) == depth:
+            return part
+    raise ValueError(
+        f"{type(model).__name__} has no list of {depth} layers to compile; call compile() of its "
+        "own modules instead"
+    )
 
 
 def choose_cache() -> str | None:

@@ -18,6 +18,7 @@ from drawn_spans import parts_of_documents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_attention import by_mask
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -353,6 +354,16 @@ def test_the_next_kernel_is_taken_after_a_trial_that_failed(tried, caplog):
 
     with pytest.raises(ValueError, match=r"flash4 can't be used: a small call raised .* sm_90"):
         end_to_end.choose_for(*HOPPER, **given_lengths, kernel="flash4")
+
+
+def test_spans_are_taken_inside_the_operator_if_all_trials_fail(monkeypatch, tried):
+    monkeypatch.setattr(end_to_end, "_trial_failure", lambda *_: "it fails")
+    layout = lay_out((Document(0, 9),))
+    with FakeTensorMode():
+        q = torch.empty(9, 4, 64, dtype=torch.bfloat16, device="cuda:0")
+
+    assert end_to_end.choose_for(*HOPPER, numbers=(4, 4))[0] == "sdpa"
+    assert end_to_end._name_for(q, q, layout, 0, 0.0, "", sinks=False) == "spans"
 
 
 def test_nothing_is_tried_while_a_model_is_traced(tried):

@@ -9,6 +9,7 @@ import torch
 
 from primerl import parallel, testing
 from primerl.parallel import compilation
+from primerl.testing.families import tiny_family
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,27 @@ def test_each_layer_is_compiled_and_the_head_is_not():
     assert compilation.VARIABLE in os.environ
     assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
     assert not any(part._compiled_call_impl for part in (model, model.model, model.lm_head))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "ctrl", "llama4_text", "modernbert-decoder", "Gemma3ForConditionalGeneration"],
+)
+def test_layers_are_found_under_any_name(family):
+    model = tiny_family(family)
+
+    layers = compilation._layers(model)
+
+    assert len(layers) == model.config.get_text_config(decoder=True).num_hidden_layers
+    assert not any("vision" in type(layer).__name__.lower() for layer in layers)
+
+
+def test_a_model_without_a_list_of_layers_is_refused():
+    model = tiny_family("gpt2")
+    model.transformer.h = torch.nn.Sequential(*model.transformer.h)
+
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no list of 2 layers to compile"):
+        parallel.compile_layers(model)
 
 
 def test_without_a_folder_torch_keeps_its_own(monkeypatch, tmp_path):

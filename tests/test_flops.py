@@ -1,13 +1,13 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from admitted_families import ADMITTED, often
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -29,8 +29,6 @@ MODELS = (  # compared part by part
     "gemma3_text", "seed_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
     "dots1", "minimax_m2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
-PAGE = (Path(__file__).parent.parent / "docs" / "families.md").read_text().split("## Refused")[0]
-ADMITTED = re.findall(r"^\| `([^`]+)` \| pass", PAGE, re.MULTILINE)
 # Looked up, not multiplied with, and not counted.
 OTHER_TABLES = ("embed_positions", "wpe", "embed_tokens_per_layer", "e_score_correction_bias")
 
@@ -159,9 +157,8 @@ def test_sparse_attention_runs_what_is_counted(family, monkeypatch):
     assert run.total - before == pytest.approx(backward, rel=0.02)
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("family", ADMITTED)
+@pytest.mark.parametrize("family", often(ADMITTED))
 def test_every_admitted_family_is_counted_or_refused_with_its_reason(family):
     """Products of weights, products of attention, and weights, as its model has them."""
     model, n = tiny_family(family).eval(), 4
@@ -435,7 +432,7 @@ EXPERTS_IN_SOME = {  # where the tiny model has experts in all layers
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("family", ADMITTED)
+@pytest.mark.parametrize("family", often(ADMITTED))
 def test_experts_are_chosen_in_the_layers_that_have_them(family):
     model = tiny_family(family, **EXPERTS_IN_SOME.get(family, {}))
     kind = model.config.get_text_config(decoder=True).model_type

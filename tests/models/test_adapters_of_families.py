@@ -1,18 +1,13 @@
 """``models.adapter_targets`` of every admitted family: exact when merged, and alone in ``peft``."""
 
-import re
-from pathlib import Path
-
 import peft
 import pytest
 import torch
+from admitted_families import ADMITTED, MIXTURES, often
 
 from primerl import models, parallel
 from primerl.testing.families import tiny_family
 
-PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text().split("## Refused")[0]
-ADMITTED = re.findall(r"^\| `([^`]+)` \| pass", PAGE, re.MULTILINE)
-MIXTURES = re.findall(r"^\| `([^`]+)` \| pass \| pass \| pass", PAGE, re.MULTILINE)
 # Transposed weights, tied embeddings, adapters outside the layers, and kinds of mixtures.
 SOME = ["gpt2", "gemma4_text", "modernbert-decoder", "qwen2_moe", "glm4_moe", "longcat_flash"]
 IDS = torch.arange(2, 14).unsqueeze(0)
@@ -45,17 +40,9 @@ def check_exact(model, family, folder, **config):
     torch.testing.assert_close(logits(merged), expected, **close)
 
 
-def often(families):
-    """Mark all families but some as thorough."""
-    return [
-        family if family in SOME else pytest.param(family, marks=pytest.mark.thorough)
-        for family in families
-    ]
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("family", often(ADMITTED))
+@pytest.mark.parametrize("family", often(ADMITTED, always=SOME))
 def test_logits_are_those_of_the_trainer(family, tmp_path):
     model = tiny_family(family)
     targets = models.adapter_targets(model)
@@ -66,7 +53,7 @@ def test_logits_are_those_of_the_trainer(family, tmp_path):
     assert adapted == set(targets)
 
 
-@pytest.mark.parametrize("family", often(MIXTURES))
+@pytest.mark.parametrize("family", often(MIXTURES, always=SOME))
 def test_adapters_of_routed_experts(family, tmp_path):
     stacks = [f"experts.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")]
     check_exact(tiny_family(family), family, tmp_path, target_modules=[], target_parameters=stacks)

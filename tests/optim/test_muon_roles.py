@@ -1,11 +1,11 @@
 """Roles of parameters for Muon, against how models use them (``uses_of_weights``)."""
 
 import re
-from pathlib import Path
 
 import peft
 import pytest
 import torch
+from admitted_families import ADMITTED, PAGE, often
 from torch import nn
 from uses_of_weights import Uses
 
@@ -14,8 +14,6 @@ from primerl.attention.admission import language_model
 from primerl.attention.sparse import attend_sparsely
 from primerl.testing.families import tiny_family
 
-PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
-ADMITTED = re.findall(r"^\| `([^`]+)` \| pass", PAGE, re.MULTILINE)
 UNKNOWN = re.findall(r"^\| `([^`]+)` \| not known", PAGE, re.MULTILINE)
 IDS = torch.arange(3, 15)[None]  # more than an indexer chooses
 # Roles of parameters that are multiplied with, and not orthogonalized.
@@ -38,9 +36,8 @@ def followed(model):
     return uses
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("family", ADMITTED)
+@pytest.mark.parametrize("family", often(ADMITTED))
 def test_roles_are_what_parameters_do(family):
     model = tiny_family(family)
     if family in UNKNOWN:

@@ -2,12 +2,11 @@
 
 import asyncio
 import random
-import re
 import secrets
-from pathlib import Path
 
 import pytest
 import torch
+from admitted_families import ADMITTED, often
 from served_models import generate_all, perturbed, wide_model
 
 from primerl import rollout, testing, weights
@@ -159,8 +158,6 @@ def check_forward(model, prompt, completion, temperature):
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
-PAGE = (Path(__file__).parents[3] / "docs" / "families.md").read_text().split("## Refused")[0]
-ADMITTED = re.findall(r"^\| `([^`]+)` \| pass", PAGE, re.MULTILINE)
 ALWAYS_TESTED = [
     "afmoe", "cohere2", "deepseek_v2", "diffllama", "gemma3_text", "gemma4_text", "glm4_moe",
     "glm_moe_dsa", "gpt2", "gpt_oss", "granitemoe", "hrm_text", "jamba", "kimi_linear", "lfm2",
@@ -169,14 +166,8 @@ ALWAYS_TESTED = [
 ]  # fmt: skip
 
 
-REST = sorted({*ADMITTED} - {*ALWAYS_TESTED})
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "family",
-    [*ALWAYS_TESTED, *(pytest.param(family, marks=pytest.mark.thorough) for family in REST)],
-)
+@pytest.mark.parametrize("family", often(ADMITTED, always=ALWAYS_TESTED))
 def test_a_family_against_its_plain_forward_pass(family):
     """Windows, latents, sinks, chosen keys, states: with shared prompts, and in parts."""
     model = tiny_family(family).eval()

@@ -35,10 +35,11 @@ def attend_by_document(model: nn.Module, position_ids: Int[Tensor, " t"]) -> Lay
             )
 
     Sparse attention also chooses keys within each document. Flash attention reads positions itself
-    and is not replaced. ``set_attn_implementation("sdpa")`` switches back.
+    and is not replaced. ``set_attn_implementation`` with the implementation that the model was
+    loaded with, such as ``"sdpa"``, switches back.
 
-    A pack has no cache. Layers that carry state refuse one, and without ``use_cache=False`` such a
-    model makes none.
+    A pack has no cache. Layers that carry state refuse a cache that is given; in a model with such
+    layers, ``use_cache`` counts as False for a pack.
 
     Args:
         model: a ``transformers`` causal language model.

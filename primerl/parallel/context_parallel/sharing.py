@@ -105,7 +105,9 @@ def _require_only_attention(model: nn.Module) -> None:
     text = config.get_text_config()
     reason = None
     kinds = unpackable_layers(model)
-    if getattr(text, "index_topk", None) is not None or chooses_keys(model):
+    if chooses_keys(model):
+        reason = "attention that chooses blocks of keys, which ranks count from their first row"
+    elif getattr(text, "index_topk", None) is not None:
         reason = "sparse attention, whose indexer scores the keys of all rows"
     elif kinds:
         reason = f"{', '.join(kinds)} layers, which each rank would compute from its own rows only"

@@ -30,7 +30,7 @@ from primerl.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3)
 TASKS = [{"id": str(n), "prompt": f"task {n}"} for n in range(5)]
-ENDS_S = 30.0  # a few seconds, but for a machine that does much else
+ENDS_S = 30.0  # seconds; a few on an idle machine
 
 
 def make_worker(engine=None, environment=None, tasks=TASKS, **change):

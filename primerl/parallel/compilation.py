@@ -46,8 +46,8 @@ def _layers(model: Any) -> nn.ModuleList:
         if isinstance(part, nn.ModuleList) and len(part) == depth:
             return part
     raise ValueError(
-        f"{type(model).__name__} has no list of {depth} layers to compile; call compile() of its "
-        "own modules instead"
+        f"{type(model).__name__} has no list of {depth} layers to compile; call compile() on "
+        "its modules yourself"
     )
 
 

@@ -229,15 +229,17 @@ def names_on_a_gpu(root, folder, *options):
     """Return the names of the report's benchmarks on a machine with a GPU."""
     (folder / "collecting.py").write_text(COLLECTING)
     path = os.pathsep.join(map(str, [folder, root, root / "tools"]))
+    # pytest-benchmark refuses --benchmark-only in what seems to be a worker of pytest-xdist.
+    inherited = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--collect-only", "-p", "collecting"],
         capture_output=True,
         encoding="utf-8",
         cwd=root,
-        env={**os.environ, "PYTHONPATH": path, "EVENTS_FILE": str(folder / "events")},
+        env={**inherited, "PYTHONPATH": path, "EVENTS_FILE": str(folder / "events")},
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

@@ -45,7 +45,8 @@ class Replica:
         prefix = tuple(sequence[:whole])
         if prefix not in self.cached:
             self.cached[prefix] = DynamicCache(config=self.model.config)
-            self.continued(prefix, self.cached[prefix])
+            if prefix:
+                self.continued(prefix, self.cached[prefix])
         past = copy.deepcopy(self.cached[prefix])
         generator = torch.Generator().manual_seed(0)
         tokens, logprobs, left = [], [], list(sequence[whole:])
@@ -101,6 +102,16 @@ class CopyEngine:
             if untied:
                 head = server.model.get_output_embeddings()
                 head.weight = nn.Parameter(head.weight.detach().clone())
+
+    @property
+    def cache_block(self):
+        """The number of tokens in a block of the prefix cache."""
+        return max(server.block for server in self.servers.values())
+
+    @property
+    def context_length(self):
+        """The longest sequence of the model."""
+        return max(one.model.config.max_position_embeddings for one in self.servers.values())
 
     def update_weights(self, tensors, *, version, timeout_s=1.0):
         self.updates.append(version)

@@ -122,6 +122,7 @@ class HostileServer:
         results = {
             names.PREPARE_WEIGHTS: {"prepared": True},
             names.RELOAD_REFUSAL: {"refused": ""},
+            names.SERVED_CACHE_BLOCK: {"tokens": 32},
             names.SERVED_DTYPE: "float32",
             names.SERVED_VOCAB_SIZE: {"vocab_size": self._vocab_size},
         }

@@ -65,6 +65,7 @@ class ScriptedVLLM:
         self.edit = lambda page: page  # edits the bytes of a response to generate
         self.receipt = {"ok": True}
         self.dtype = "bfloat16"
+        self.cache_block = {"tokens": 32}
         self.served_routes = {"loaded": False}
         self.reload_refusal = ""  # reason why it refuses weights
         self.load_s = 0.0
@@ -284,6 +285,7 @@ class ScriptedVLLM:
                 "prepare_adapter": {"most_rank": self.most_rank, "numbers": [self.loaded]},
                 "read_adapter": self._read_adapter(body.get("kwargs", {})),
                 "weight_receipt": self.receipt,
+                "served_cache_block": self.cache_block,
                 "served_dtype": self.dtype,
                 "reload_refusal": {"refused": self.reload_refusal},
                 "served_routes": self.served_routes,

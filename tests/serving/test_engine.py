@@ -941,6 +941,16 @@ def test_the_dtype_of_all_servers(servers, make):
         _ = engine.dtype
 
 
+def test_the_largest_cache_block_of_all_servers(servers, make):
+    engine = make(*servers)
+    servers[1].cache_block = {"tokens": 528}
+    assert engine.cache_block == 528
+    for answer in ({}, {"tokens": 0}, {"tokens": "32"}, "32"):
+        servers[1].cache_block = answer
+        with pytest.raises(RuntimeError, match=r"served_cache_block"):
+            _ = engine.cache_block
+
+
 def test_servers_that_can_not_be_sent_weights_are_refused_however_they_were_started(servers, make):
     engine = make(*servers)
     engine.check_reloads()

@@ -20,6 +20,7 @@ def test_worker_extension_has_every_method_that_clients_call():
         names.READ_ADAPTER,
         names.READ_WEIGHTS,
         names.RELOAD_REFUSAL,
+        names.SERVED_CACHE_BLOCK,
         names.SERVED_DTYPE,
         names.SERVED_ROUTES,
         names.SERVED_VOCAB_SIZE,

@@ -159,6 +159,11 @@ def test_a_server_teaches(server, model, smollm2, prompts_of):
         assert (one.ref_top_logprobs[1:, 0] >= one.ref_logprobs[1:] - 20 * ROUNDING).all()
 
 
+def test_the_canary_is_a_little_longer_than_two_cache_blocks(engine, model):
+    assert engine.cache_block == 32
+    assert {len(one) for one in weights.Canary(model, engine).sequences} == {2 * 32 + 8}
+
+
 def test_the_probe_matches_the_trainer(engine, model, prompts_of):
     (replies,) = engine.probe(prompts_of(2, 20), max_new_tokens=6).values()
     for tokens, reply in zip(prompts_of(2, 20), replies, strict=True):

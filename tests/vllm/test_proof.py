@@ -217,7 +217,7 @@ def test_an_untied_trainer_is_not_published_to_a_tied_server(faulty_server, tied
 def test_the_table_of_faults():
     tool = Path(__file__).parents[2] / "tools" / "canary_table.py"
     done = subprocess.run(
-        [sys.executable, str(tool), "--dtype", "float32", "--honest", "2"],
+        [sys.executable, str(tool), "--dtype", "float32", "--correct", "2"],
         capture_output=True,
         encoding="utf-8",
         timeout=3000,

@@ -12,7 +12,7 @@ from primerl.serving.client.fleet import METRICS_BYTES, Fleet
 from primerl.serving.client.http import BadResponse, Refused, ServerFailed, Unreachable
 from primerl.serving.client.servers import ServerState
 from primerl.serving.client.session_prompts import SessionPrompt
-from primerl.serving.names import COLLECTIVE_RPC, METRICS
+from primerl.serving.names import COLLECTIVE_RPC, METRICS, SERVED_CACHE_BLOCK
 from primerl.serving.protocol import metrics, requests, responses
 from primerl.types import SamplingParams
 
@@ -206,6 +206,24 @@ async def agreed(fleet: Fleet, method: str, *, timeout_s: float) -> Any:
         named = {server.url: results for server, results in answers.items()}
         raise RuntimeError(f"the servers' workers disagree on {method}: {named!r:.300}")
     return results[0]
+
+
+async def cache_block(fleet: Fleet, *, timeout_s: float) -> int:
+    """Return the number of tokens in a block of the prefix cache, the largest of all workers.
+
+    Raises:
+        RuntimeError: a worker did not answer, or answered something else.
+    """
+    answers = await call_all(
+        fleet,
+        lambda server: rpc(fleet, server, SERVED_CACHE_BLOCK),
+        f"{SERVED_CACHE_BLOCK} failed",
+        timeout_s=timeout_s,
+    )
+    found = [one.get("tokens") for workers in answers.values() for one in workers]
+    if not found or not all(isinstance(one, int) and one > 0 for one in found):
+        raise RuntimeError(f"the servers answered {SERVED_CACHE_BLOCK} with {answers!r:.300}")
+    return max(found)
 
 
 def decode(content: bytes, where: str) -> Any:

@@ -12,7 +12,14 @@ import numpy as np
 
 from primerl.rollout.engines.protocol import RouteStore
 from primerl.rollout.engines.token_sequence import as_int32
-from primerl.serving.client.calls import agreed, call_route, poll_metrics, probe, read_metrics
+from primerl.serving.client.calls import (
+    agreed,
+    cache_block,
+    call_route,
+    poll_metrics,
+    probe,
+    read_metrics,
+)
 from primerl.serving.client.connection import Connection
 from primerl.serving.client.fleet import Fleet
 from primerl.serving.client.routing import RoutingPolicy, of_session
@@ -213,6 +220,16 @@ class VLLMEngine:
         """
         ask = functools.partial(agreed, method=SERVED_DTYPE, timeout_s=60.0)
         return str(self._connected().run(ask))
+
+    @property
+    def cache_block(self) -> int:
+        """The number of tokens in a block of the prefix cache; the largest of all servers.
+
+        Raises:
+            RuntimeError: no server could be reached, or a server does not know it, because it was
+                started without primerl's worker extension.
+        """
+        return int(self._connected().run(functools.partial(cache_block, timeout_s=60.0)))
 
     def check_reloads(self) -> None:
         """Check that the weights of the running servers can be updated.

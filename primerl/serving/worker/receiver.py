@@ -89,6 +89,16 @@ class WeightReceiver:
         )
         return {"refused": refused}
 
+    def served_cache_block(self) -> dict[str, int]:
+        """Return ``tokens``: the prefix cache holds prompts in multiples of this many tokens.
+
+        vLLM has a value of its own for models with several kinds of blocks, such as attention and
+        Mamba layers.
+        """
+        config = self.vllm_config.cache_config
+        tokens = getattr(config, "cache_hit_alignment_tokens", None) or config.block_size
+        return {"tokens": int(tokens)}
+
     def served_dtype(self) -> str:
         """Return the dtype that the model computes in, such as ``"bfloat16"``."""
         return str(self.model_runner.model_config.dtype).removeprefix("torch.")

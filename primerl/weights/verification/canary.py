@@ -17,6 +17,7 @@ from primerl._common.ranks import is_first_rank, on_first_rank
 from primerl.weights.verification.comparison import TensorComparer, TensorComparison
 from primerl.weights.verification.scoring import (
     Prober,
+    default_length,
     mismatch_kl,
     probed,
     rounding_noise,
@@ -31,7 +32,6 @@ from primerl.weights.verification.verdicts import (
     observations,
 )
 
-LENGTH = 288  # more than two blocks of vLLM's prefix cache, which have at most 128 tokens
 OTHER_TEMPERATURE = 2.0  # logprobs that ignore this temperature are far off
 
 log = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ class Canary:
         model: the trainer's model, a causal language model that returns ``logits``.
         engine: an engine with ``probe``, on rank 0; None on the other ranks.
         count: the number of sequences, which are random.
-        length: the number of tokens per sequence, more than two blocks of the engine's prefix
-            cache.
+        length: the number of tokens per sequence; by default 8 more than two blocks of the engine's
+            prefix cache, or 288 if the engine does not know how long they are.
         new_tokens: the number of tokens with which the engine continues each sequence.
         temperature: the sampling temperature of rollouts, at which the first sequence is continued.
             The others are continued at 2, where logprobs that ignore the temperature are far off.
@@ -135,6 +135,7 @@ class Canary:
     Raises:
         ValueError: rank 0 has no engine or another rank has one, the engine has no ``probe``, a
             number is out of range, or ``dtype`` has no known noise and there is no ``tolerance``.
+        RuntimeError: no server could be reached.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Canary:
         engine: Prober | None,
         *,
         count: int = 2,
-        length: int = LENGTH,
+        length: int | None = None,
         new_tokens: int = 8,
         temperature: float = 1.0,
         compare_tensors: bool = True,
@@ -160,6 +161,8 @@ class Canary:
                 "sequences. An engine in this process copies the trainer's tensors and needs no "
                 "canary; publish to it with weights.SharedMemory or weights.transport_to"
             )
+        if length is None:
+            length = on_first_rank(lambda: default_length(engine, new_tokens=new_tokens))
         if count < 1 or length < 2 or new_tokens < 1:
             raise ValueError(
                 f"count={count}, length={length}, new_tokens={new_tokens}: expected at least "

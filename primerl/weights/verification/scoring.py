@@ -1,6 +1,7 @@
 """Logprobs of fixed sequences, by engines and by the trainer, and measures of their change."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,8 +13,33 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+LENGTH = 288  # of a canary's sequences, if the blocks of the engine's prefix cache are unknown
+SHORTEST = 72  # of a canary's sequences, otherwise
 BATCH = 4  # rows in a forward pass, all of the same length
 CHUNK = 256  # rows of logits that are normalized at once
+
+log = logging.getLogger(__name__)
+
+
+def default_length(engine: Any, *, new_tokens: int) -> int:
+    """Return the length of a canary's sequences: a little more than two cache blocks.
+
+    A prompt is cached in whole blocks and without its last token, so the continuation of a sequence
+    of this length reads two blocks. The length is at least ``SHORTEST``, at most the engine's
+    context, and ``LENGTH`` if the engine has no ``cache_block`` or can't read it.
+
+    Raises:
+        RuntimeError: the engine knows its blocks, but not its context.
+    """
+    try:
+        block = getattr(engine, "cache_block", None)
+    except RuntimeError as error:
+        log.info("a canary of %d tokens, because the engine's cache is unknown: %s", LENGTH, error)
+        block = None
+    if block is None:
+        return LENGTH
+    wanted = max(2 * block + 8, SHORTEST)
+    return min(wanted, int(engine.context_length) - new_tokens)
 
 
 def sequences_for(model: nn.Module, *, count: int, length: int) -> list[list[int]]:

@@ -29,6 +29,7 @@ MOVED = 0.5  # the least share of the predicted change that a server with the ne
 ABOVE_ROUNDING = 4.5  # the least predicted change that allows a conclusion, over rounding noise
 HISTORY = 16  # the number of passed checks whose median is the noise
 BLOCK = 32  # tokens whose noise may be correlated
+LEAST_BLOCKS = 16  # fewer means estimate their own spread too badly for 8 standard errors
 
 
 @attrs.frozen(kw_only=True)
@@ -237,9 +238,8 @@ class ServerChecks:
         if before is None or self._given:
             return 0.0, math.inf
         change = one.differences - before.differences
-        blocks = np.array(
-            [part.mean() for part in np.array_split(change, -(-len(change) // BLOCK))]
-        )
+        count = min(max(-(-len(change) // BLOCK), LEAST_BLOCKS), len(change))
+        blocks = np.array([part.mean() for part in np.array_split(change, count)])
         error = float(blocks.std(ddof=1)) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
         return float(change.mean()), max(SHIFT * error, NOISE_LEAST[self._dtype])
 

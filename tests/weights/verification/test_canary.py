@@ -225,6 +225,19 @@ def test_in_bfloat16_one_odd_token_fails_only_where_a_tensor_differs(wrong, pass
     assert not verdict(np.where(np.arange(570) == 400, 9.0, noise), ()).passed
 
 
+def test_few_means_that_agree_by_chance_are_no_shift():
+    """Noise of short sequences, whose means of 32 tokens happen to be equal."""
+    checks = ServerChecks(dtype=torch.float32, tolerance=None)
+    noise = np.random.default_rng(0).normal(0, 2e-5, (2, 142))
+    for part in np.array_split(np.arange(142), 5):
+        noise[1, part] += 3.5e-6 - (noise[1, part] - noise[0, part]).mean()
+
+    for differences in noise:
+        one = Observation(expected=np.zeros(142), scores=differences, ends=differences[:16])
+        (verdict,) = checks.verdicts({"a": one}, {}, rounding=1e-5)
+        assert verdict.passed, verdict.reason
+
+
 def test_in_bfloat16_updates_that_arrive_pass_whether_or_not_anything_is_concluded():
     verdicts = run(canary={"dtype": torch.bfloat16}, dtype=torch.bfloat16, steps=8, lr=1e-4)
 
@@ -350,6 +363,48 @@ def test_arguments_out_of_range_are_named(change, message):
     arguments = {"engine": CopyEngine(model)} | change
     with pytest.raises(ValueError, match=message):
         weights.Canary(model, **arguments)
+
+
+def test_a_stale_prefix_cache_of_long_blocks_fails():
+    """vLLM's blocks of models with recurrent layers have hundreds of tokens."""
+    model = testing.tiny_model("llama", max_position_embeddings=1024)
+    engine = CopyEngine(model, block=300, clear_cache=False)
+    transport = weights.SharedMemory(model, engine)
+    watch = weights.Canary(model, engine)
+    assert watch.check(0).passed
+    trained(model, seed=1, lr=1e-3)
+    transport.publish(1)
+
+    verdict = watch.check(1)
+
+    assert not verdict.passed
+    assert "the continuation differs by" in verdict.reason
+
+
+class Server:
+    """An engine whose servers' cache is known, or not."""
+
+    def __init__(self, block, context_length=4096):
+        self._block, self.context_length = block, context_length
+
+    @property
+    def cache_block(self):
+        if self._block is None:
+            raise RuntimeError("no worker extension")
+        return self._block
+
+
+@pytest.mark.parametrize(
+    ("block", "context", "length"),
+    [(16, 4096, 72), (32, 4096, 72), (128, 4096, 264), (528, 4096, 1064), (528, 1000, 992)],
+)
+def test_the_length_of_sequences_by_hand(block, context, length):
+    assert scoring.default_length(Server(block, context), new_tokens=8) == length
+
+
+def test_the_length_of_sequences_for_an_unknown_cache():
+    assert scoring.default_length(Server(None), new_tokens=8) == 288
+    assert scoring.default_length(object(), new_tokens=8) == 288
 
 
 def test_an_engine_that_answers_nonsense_is_an_error():

@@ -90,10 +90,10 @@ class WeightReceiver:
         return {"refused": refused}
 
     def served_cache_block(self) -> dict[str, int]:
-        """Return ``tokens``: the prefix cache holds prompts in multiples of this many tokens.
+        """Return ``tokens``: prompts are cached in multiples of this many tokens.
 
-        vLLM has a value of its own for models with several kinds of blocks, such as attention and
-        Mamba layers.
+        For models with several kinds of blocks, such as those of attention and Mamba layers, vLLM
+        computes this number from all of them.
         """
         config = self.vllm_config.cache_config
         tokens = getattr(config, "cache_hit_alignment_tokens", None) or config.block_size

@@ -117,7 +117,8 @@ class Canary:
         engine: an engine with ``probe``, on rank 0; None on the other ranks.
         count: the number of sequences, which are random.
         length: the number of tokens per sequence; by default 8 more than two blocks of the engine's
-            prefix cache, or 288 if the engine does not know how long they are.
+            prefix cache, but at least 288, or 72 for an engine in float32. It is 288 if the engine
+            does not know its blocks.
         new_tokens: the number of tokens with which the engine continues each sequence.
         temperature: the sampling temperature of rollouts, at which the first sequence is continued.
             The others are continued at 2, where logprobs that ignore the temperature are far off.
@@ -162,7 +163,9 @@ class Canary:
                 "canary; publish to it with weights.SharedMemory or weights.transport_to"
             )
         if length is None:
-            length = on_first_rank(lambda: default_length(engine, new_tokens=new_tokens))
+            length = on_first_rank(
+                lambda: default_length(engine, dtype=dtype, new_tokens=new_tokens)
+            )
         if count < 1 or length < 2 or new_tokens < 1:
             raise ValueError(
                 f"count={count}, length={length}, new_tokens={new_tokens}: expected at least "

@@ -395,16 +395,27 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("block", "context", "length"),
-    [(16, 4096, 72), (32, 4096, 72), (128, 4096, 264), (528, 4096, 1064), (528, 1000, 992)],
+    ("block", "context", "in_float32", "in_bfloat16"),
+    [
+        (16, 4096, 72, 288),
+        (32, 4096, 72, 288),
+        (128, 4096, 264, 288),
+        (528, 4096, 1064, 1064),
+        (528, 1000, 992, 992),
+    ],
 )
-def test_the_length_of_sequences_by_hand(block, context, length):
-    assert scoring.default_length(Server(block, context), new_tokens=8) == length
+def test_the_length_of_sequences_by_hand(block, context, in_float32, in_bfloat16):
+    server = Server(block, context)
+    found = [
+        scoring.default_length(server, dtype=dtype, new_tokens=8)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert found == [in_float32, in_bfloat16]
 
 
-def test_the_length_of_sequences_for_an_unknown_cache():
-    assert scoring.default_length(Server(None), new_tokens=8) == 288
-    assert scoring.default_length(object(), new_tokens=8) == 288
+@pytest.mark.parametrize("engine", [Server(None), object()])
+def test_the_length_of_sequences_for_an_unknown_cache(engine):
+    assert scoring.default_length(engine, dtype=torch.float32, new_tokens=8) == 288
 
 
 def test_an_engine_that_answers_nonsense_is_an_error():

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from primerl.attention.documents import Layout
-from primerl.attention.end_to_end import attend_end_to_end, choose_for, choose_kernel, log_choice
+from primerl.attention.end_to_end.choice import choose_for, choose_kernel, log_choice
+from primerl.attention.end_to_end.interface import equally_wide
+from primerl.attention.end_to_end.operators import attend_end_to_end
 from primerl.attention.kernel_table import END_TO_END, KernelName
 from primerl.attention.span_kernels import (
     EqualSpans,
@@ -81,7 +83,7 @@ def attend(
         limits = {"window": window or 0, "chunk": chunk or 0}
         by_length: Tensor = _attend_by_length(query, key, value, layout, scaling, dropout, **limits)
         return by_length
-    q, k, v = _equally_wide(query, key, value)
+    q, k, v = equally_wide(query, key, value)
     by_span = (scaling, window or 0, chunk or 0, softcap or 0.0)
     attended: Tensor = attend_by_span(q, k, v, sinks, layout.plan, *by_span)[0]
     return attended[..., :width]
@@ -112,12 +114,6 @@ def _kernel_for(
     if name not in END_TO_END:
         log_choice(name, reason, device.type)
     return name
-
-
-def _equally_wide(*tensors: Tensor) -> list[Tensor]:
-    """Pad queries, keys and values with zeros to the same width, which kernels require."""
-    width = max(x.shape[-1] for x in tensors)
-    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -25,7 +25,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from primerl.attention import Document, attend, end_to_end, kernel_table, kernels, lay_out
+from primerl.attention import Document, attend, choose_kernel, kernel_table, kernels, lay_out
+from primerl.attention.end_to_end import choice, cudnn, flash4, operators, trials, varlen
+from primerl.attention.end_to_end.interface import SpanInputs
+from primerl.attention.end_to_end.layouts import layout_of
 from primerl.parallel import activation
 
 PARTS = parts_of_documents(most=4, longest=9, most_before=4)
@@ -36,12 +39,12 @@ KERNELS = ["flash4", "varlen", "cudnn"]
 def standing_in(name):
     """Let the operator take a kernel for GPUs, whose functions are stand-ins."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(end_to_end, "_flash4", lambda: stand_ins.FlashAttention4)
-        patch.setattr(end_to_end, "_VARLEN", stand_ins.flash_attention_forward)
-        patch.setattr(end_to_end, "_VARLEN_GRADIENT", stand_ins.flash_attention_backward)
-        patch.setattr(end_to_end, "_CUDNN", stand_ins.cudnn_attention)
-        patch.setattr(end_to_end, "_CUDNN_GRADIENT", stand_ins.cudnn_attention_backward)
-        patch.setattr(end_to_end, "_name_for", lambda *_, **__: name)
+        patch.setattr(flash4, "_library", lambda: stand_ins.FlashAttention4)
+        patch.setattr(varlen, "_KERNEL", stand_ins.flash_attention_forward)
+        patch.setattr(varlen, "_KERNEL_GRADIENT", stand_ins.flash_attention_backward)
+        patch.setattr(cudnn, "_KERNEL", stand_ins.cudnn_attention)
+        patch.setattr(cudnn, "_KERNEL_GRADIENT", stand_ins.cudnn_attention_backward)
+        patch.setattr(operators, "kernel_for_pack", lambda *_, **__: name)
         patch.setattr(kernels, "_kernel_for", lambda *_, **__: name)
         patch.setattr(kernel_table, "DENSE_MULTIPLE", 4)
         patch.setattr(kernel_table, "LONGEST_TOGETHER", 4)
@@ -96,7 +99,7 @@ def test_spans_attend_as_under_a_mask(name, case, window, chunk, softcap, has_si
         if name == "spans":  # as on a CPU
             plan = lay_out(some).plan
             options = (0.9, window or 0, chunk or 0, softcap or 0.0, "")
-            ours, _ = end_to_end.attend_end_to_end(q, k, v, sinks, plan, *options)
+            ours, _ = operators.attend_end_to_end(q, k, v, sinks, plan, *options)
         else:
             ours = attend(q, k, v, lay_out(some), sinks=sinks, **limits)
         expected = by_mask(q, k, v, sinks, some, **limits)
@@ -206,7 +209,7 @@ def test_a_compiler_can_trace_the_gradient():
     q, k, v, sinks, *others = (
         x.detach() if isinstance(x, torch.Tensor) else x for x in arguments()
     )
-    found = end_to_end.attend_end_to_end(q, k, v, sinks, *others)
+    found = operators.attend_end_to_end(q, k, v, sinks, *others)
 
     torch.library.opcheck(
         torch.ops.primerl.attend_end_to_end_backward.default,
@@ -232,12 +235,12 @@ def test_chunks_do_not_break_the_graph():
 def test_an_operator_reads_the_layout_from_the_plan(case):
     some, _ = case
     expected = lay_out(some)
-    found = end_to_end._layout(expected.plan, 0, expected.plan.device)
+    found = layout_of(expected.plan, 0, expected.plan.device)
 
     for name in ("plan", "query_ends", "key_ends", "gathered", "max_keys", "max_queries"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert ours.equal(theirs) if isinstance(ours, torch.Tensor) else ours == theirs
-    assert end_to_end._layout(expected.plan, 0, expected.plan.device) is found
+    assert layout_of(expected.plan, 0, expected.plan.device) is found
 
 
 @pytest.mark.parametrize("name", [*KERNELS, "spans"])
@@ -286,22 +289,22 @@ TRIAL = (torch.device("cpu"), torch.float32, (4, 2), (16, 8))
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_computes_a_small_call_right_is_used(name):
     with standing_in(name):
-        assert end_to_end._trial_failure(name, *TRIAL, False, 0.0) is None
+        assert trials._trial_failure(name, *TRIAL, False, 0.0) is None
         assert stand_ins.CALLS
         if name == "flash4":
-            assert end_to_end._trial_failure(name, *TRIAL, True, 0.7) is None
+            assert trials._trial_failure(name, *TRIAL, True, 0.7) is None
 
 
 @pytest.mark.parametrize(
     ("function", "fault", "reason"),
     [
-        (end_to_end.FLASH4_FORWARD, fails, "a small call raised RuntimeError: no kernel for sm_90"),
-        (end_to_end.FLASH4_BACKWARD, fails, "a small call raised RuntimeError"),
-        (end_to_end.FLASH4_FORWARD, with_nan, "the output has a relative error of nan"),
-        (end_to_end.FLASH4_FORWARD, without_window, "the output has a relative error of"),
-        (end_to_end.FLASH4_FORWARD, without_prefixes, "the output has a relative error of"),
+        (flash4.FORWARD_NAME, fails, "a small call raised RuntimeError: no kernel for sm_90"),
+        (flash4.BACKWARD_NAME, fails, "a small call raised RuntimeError"),
+        (flash4.FORWARD_NAME, with_nan, "the output has a relative error of nan"),
+        (flash4.FORWARD_NAME, without_window, "the output has a relative error of"),
+        (flash4.FORWARD_NAME, without_prefixes, "the output has a relative error of"),
         (
-            end_to_end.FLASH4_BACKWARD,
+            flash4.BACKWARD_NAME,
             half_gradients,
             "the gradient of k has a relative error of 0.5",
         ),
@@ -310,29 +313,29 @@ def test_a_kernel_that_computes_a_small_call_right_is_used(name):
 def test_a_kernel_that_fails_in_a_small_call_is_refused(function, fault, reason):
     functions = {
         name: getattr(stand_ins.FlashAttention4, name)
-        for name in (end_to_end.FLASH4_FORWARD, end_to_end.FLASH4_BACKWARD)
+        for name in (flash4.FORWARD_NAME, flash4.BACKWARD_NAME)
     }
     with standing_in("flash4") as patch:
         library = types.SimpleNamespace(**functions | {function: fault})
-        patch.setattr(end_to_end, "_flash4", lambda: library)
-        assert reason in end_to_end._trial_failure("flash4", *TRIAL, True, 0.0)
+        patch.setattr(flash4, "_library", lambda: library)
+        assert reason in trials._trial_failure("flash4", *TRIAL, True, 0.0)
 
 
 @pytest.fixture
 def tried(monkeypatch):
     """Trials on a pretended Hopper GPU, in which FlashAttention 4 fails."""
-    trials = []
+    names = []
 
     def failure(name, *_):
-        trials.append(name)
+        names.append(name)
         return "a small call raised RuntimeError: sm_90" if name == "flash4" else None
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(end_to_end, "_unusable", dict)
-    monkeypatch.setattr(end_to_end, "_trial_failure", failure)
-    end_to_end.trial_failure.cache_clear()
-    yield trials
-    end_to_end.trial_failure.cache_clear()
+    monkeypatch.setattr(choice, "_unusable", dict)
+    monkeypatch.setattr(trials, "_trial_failure", failure)
+    trials.trial_failure.cache_clear()
+    yield names
+    trials.trial_failure.cache_clear()
 
 
 HOPPER = (torch.device("cuda", 0), torch.bfloat16, (64, 64))
@@ -341,7 +344,7 @@ HOPPER = (torch.device("cuda", 0), torch.bfloat16, (64, 64))
 def test_the_next_kernel_is_taken_after_a_trial_that_failed(tried, caplog):
     given_lengths = {"groups": ((1, 16_384, 16_384),), "numbers": (4, 2)}
     for _ in range(2):
-        name, reason = end_to_end.choose_for(*HOPPER, **given_lengths)
+        name, reason = choice.choose_for(*HOPPER, **given_lengths)
         assert name == "cudnn"
         assert "not flash4: a small call raised RuntimeError: sm_90" in reason
     assert tried == ["flash4", "cudnn"]  # once in a process
@@ -349,26 +352,27 @@ def test_the_next_kernel_is_taken_after_a_trial_that_failed(tried, caplog):
     assert message == (
         "the attention kernel flash4 is not used on cuda:0: a small call raised RuntimeError: sm_90"
     )
-    capped = end_to_end.choose_for(*HOPPER, **given_lengths, softcap=30.0)
+    capped = choice.choose_for(*HOPPER, **given_lengths, softcap=30.0)
     assert capped[0] == "spans"
 
     with pytest.raises(ValueError, match=r"flash4 can't be used: a small call raised .* sm_90"):
-        end_to_end.choose_for(*HOPPER, **given_lengths, kernel="flash4")
+        choice.choose_for(*HOPPER, **given_lengths, kernel="flash4")
 
 
 def test_spans_are_taken_inside_the_operator_if_all_trials_fail(monkeypatch, tried):
-    monkeypatch.setattr(end_to_end, "_trial_failure", lambda *_: "it fails")
+    monkeypatch.setattr(trials, "_trial_failure", lambda *_: "it fails")
     layout = lay_out((Document(0, 9),))
     with FakeTensorMode():
         q = torch.empty(9, 4, 64, dtype=torch.bfloat16, device="cuda:0")
 
-    assert end_to_end.choose_for(*HOPPER, numbers=(4, 4))[0] == "sdpa"
-    assert end_to_end._name_for(q, q, layout, 0, 0.0, "", sinks=False) == "spans"
+    assert choice.choose_for(*HOPPER, numbers=(4, 4))[0] == "sdpa"
+    x = SpanInputs(q=q, k=q, v=q, layout=layout, scaling=0.125, window=0, cap=0.0)
+    assert choice.kernel_for_pack(x, sinks=False, kernel="") == "spans"
 
 
 def test_nothing_is_tried_while_a_model_is_traced(tried):
     """When the numbers of heads are not asked for yet."""
-    assert end_to_end.choose_for(*HOPPER)[0] == "flash4"
+    assert choice.choose_for(*HOPPER)[0] == "flash4"
     assert not tried
 
 
@@ -453,7 +457,7 @@ def test_stand_ins_have_the_signatures_of_torch():
             assert (ours[name].kind is inspect.Parameter.KEYWORD_ONLY) == only_by_name
 
 
-@pytest.mark.parametrize("name", [end_to_end.FLASH4_FORWARD, end_to_end.FLASH4_BACKWARD])
+@pytest.mark.parametrize("name", [flash4.FORWARD_NAME, flash4.BACKWARD_NAME])
 def test_stand_ins_have_the_signatures_of_flash_attention_4(name):
     """Read from the source: the package can only be imported where CUDA is."""
     try:
@@ -477,7 +481,7 @@ def test_stand_ins_have_the_signatures_of_flash_attention_4(name):
 
 def test_a_package_with_other_functions_is_refused():
     ours = stand_ins.FlashAttention4
-    assert end_to_end.signature_refusal(ours, "4.0") is None
+    assert flash4.signature_refusal(ours, "4.0") is None
 
     def without_windows(q, k, v, **_):
         raise AssertionError
@@ -493,7 +497,7 @@ def test_a_package_with_other_functions_is_refused():
         other = types.SimpleNamespace(
             flash_attn_varlen_func=function, _flash_attn_bwd=ours._flash_attn_bwd
         )
-        assert message in end_to_end.signature_refusal(other, "4.1")
+        assert message in flash4.signature_refusal(other, "4.1")
 
 
 @pytest.mark.parametrize("error", [ImportError("libs-core"), OSError("undefined symbol")])
@@ -501,10 +505,10 @@ def test_a_package_that_cannot_be_loaded_is_named(error, monkeypatch):
     def load():
         raise error
 
-    monkeypatch.setattr(end_to_end, "_flash4", load)
+    monkeypatch.setattr(flash4, "_library", load)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "4.0.0b36")
 
-    assert end_to_end.flash4_refusal.__wrapped__() == (
+    assert flash4.refusal.__wrapped__() == (
         f"flash-attn-4 4.0.0b36 can't be loaded: {type(error).__name__}: {error}"
     )
 
@@ -543,7 +547,7 @@ def test_a_gpu_computes_what_a_cpu_does(name, case):
         "softcap": limits.get("softcap"),
     }
     try:
-        end_to_end.choose_kernel(rounded[0], rounded[2], kernel=name, **options)
+        choose_kernel(rounded[0], rounded[2], kernel=name, **options)
     except ValueError as refused:
         pytest.skip(str(refused))
 
@@ -571,7 +575,7 @@ def test_layers_on_a_gpu_compute_the_same_compiled_and_recomputed(name, lengths)
     )
     layout = lay_out(whole_documents(lengths), "cuda")
     try:
-        end_to_end.choose_kernel(q, v, layout=layout, kernel=name)
+        choose_kernel(q, v, layout=layout, kernel=name)
     except ValueError as refused:
         pytest.skip(str(refused))
     x = torch.tensor(1.5, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from primerl.attention import Document, attend, choose_kernel, end_to_end, kernel_table, lay_out
+from primerl.attention import Document, attend, choose_kernel, kernel_table, lay_out
+from primerl.attention.end_to_end import choice
 from primerl.attention.kernel_table import (
     KERNELS,
     AttentionProblem,
@@ -149,10 +150,10 @@ def test_kernels_are_forced_by_an_argument_or_a_variable(monkeypatch):
     expected = attend(x, x, x, layout)
     torch.testing.assert_close(attend(x, x, x, layout, kernel="sdpa"), expected)
 
-    monkeypatch.setenv(end_to_end.VARIABLE, "varlen")
+    monkeypatch.setenv(choice.VARIABLE, "varlen")
     with pytest.raises(ValueError, match="varlen can't be used: the device is a CPU"):
         attend(x, x, x, layout)
-    monkeypatch.setenv(end_to_end.VARIABLE, "sdpa")
+    monkeypatch.setenv(choice.VARIABLE, "sdpa")
     assert choose_kernel(x, x) == ("sdpa", "it was asked for")
     torch.testing.assert_close(attend(x, x, x, layout), expected)
 
@@ -173,7 +174,7 @@ def test_a_window_that_is_longer_than_every_document_is_none(monkeypatch):
     x = torch.zeros(5, 4, 64)
     seen = []
     monkeypatch.setattr(
-        end_to_end, "choose_for", lambda *_, **asked: seen.append(asked) or ("spans", "")
+        choice, "choose_for", lambda *_, **asked: seen.append(asked) or ("spans", "")
     )
     layout = lay_out((Document(0, 3), Document(3, 5)))
     for window in (None, 2, 3):

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from primerl import loss, packing, parallel, testing
 from primerl._common import host_memory
-from primerl.attention import end_to_end, kernel_table, kernels, span_kernels
+from primerl.attention import kernel_table, kernels, span_kernels
+from primerl.attention.end_to_end import cudnn, flash4, operators, varlen
 from primerl.types import TrainingSample
 from tests.helpers.pretended_gpu import GPU, OnGPU, PretendedGPU
 
@@ -48,8 +49,8 @@ def samples():
 OPERATORS = {
     torch.ops.primerl.attend.default: span_kernels.attend_by_span,
     torch.ops.primerl.attend_backward.default: span_kernels.attend_by_span_gradients,
-    torch.ops.primerl.attend_end_to_end.default: end_to_end.attend_end_to_end,
-    torch.ops.primerl.attend_end_to_end_backward.default: end_to_end.attend_end_to_end_gradients,
+    torch.ops.primerl.attend_end_to_end.default: operators.attend_end_to_end,
+    torch.ops.primerl.attend_end_to_end_backward.default: operators.attend_end_to_end_gradients,
 }
 
 # Copies and waits that torch has not divided into their parts where an operator calls them.
@@ -98,16 +99,16 @@ class FlashAttention4:
 def take(name, monkeypatch):
     """Take a kernel of attention, on the CPU too, with a stand-in if it is for GPUs."""
     monkeypatch.setattr(kernels, "_kernel_for", lambda *_, **__: name)
-    monkeypatch.setattr(end_to_end, "_name_for", lambda *_, **__: name)
-    monkeypatch.setattr(end_to_end, "_flash4", lambda: FlashAttention4)
+    monkeypatch.setattr(operators, "kernel_for_pack", lambda *_, **__: name)
+    monkeypatch.setattr(flash4, "_library", lambda: FlashAttention4)
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
-    for function, stand_in in [
-        ("_VARLEN", stand_ins.flash_attention_forward),
-        ("_VARLEN_GRADIENT", stand_ins.flash_attention_backward),
-        ("_CUDNN", stand_ins.cudnn_attention),
-        ("_CUDNN_GRADIENT", stand_ins.cudnn_attention_backward),
+    for module, function, stand_in in [
+        (varlen, "_KERNEL", stand_ins.flash_attention_forward),
+        (varlen, "_KERNEL_GRADIENT", stand_ins.flash_attention_backward),
+        (cudnn, "_KERNEL", stand_ins.cudnn_attention),
+        (cudnn, "_KERNEL_GRADIENT", stand_ins.cudnn_attention_backward),
     ]:
-        monkeypatch.setattr(end_to_end, function, on_gpu(stand_in))
+        monkeypatch.setattr(module, function, on_gpu(stand_in))
     monkeypatch.setattr(kernel_table, "DENSE_MULTIPLE", 8)
     monkeypatch.setattr(span_kernels, "_is_explicit", lambda *_: True)
     stand_ins.CALLS.clear()

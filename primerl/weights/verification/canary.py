@@ -104,8 +104,8 @@ class Canary:
     adapter's own tensors are checked by the receipt of each publication. The scores depend on both.
 
     In 16 bits, if all tensors equal the trainer's bit for bit, the scores only have to reveal
-    gross faults: the tolerance and the largest difference of one token are doubled, and nothing is
-    concluded from movement.
+    gross faults: the largest eighth of the differences is not counted, and nothing is concluded
+    from movement.
 
     All ranks create a canary and call ``check``: the forward pass of a sharded model is a
     collective, and each rank compares the tensors of some of the layers. Only rank 0 has an engine,

@@ -117,8 +117,8 @@ class Canary:
         engine: an engine with ``probe``, on rank 0; None on the other ranks.
         count: the number of sequences, which are random.
         length: the number of tokens per sequence; by default 8 more than two blocks of the engine's
-            prefix cache, but at least 288, or 72 for an engine in float32. It is 288 if the engine
-            does not know its blocks.
+            prefix cache, but at least 72, or 288 for an engine in 16 bits whose tensors are not
+            compared. It is 288 if the engine does not know its blocks.
         new_tokens: the number of tokens with which the engine continues each sequence.
         temperature: the sampling temperature of rollouts, at which the first sequence is continued.
             The others are continued at 2, where logprobs that ignore the temperature are far off.
@@ -162,9 +162,11 @@ class Canary:
                 "sequences. An engine in this process copies the trainer's tensors and needs no "
                 "canary; publish to it with weights.SharedMemory or weights.transport_to"
             )
+        reads = compare_tensors and isinstance(engine, WeightReader)
         if length is None:
+            few_show = dtype == torch.float32 or reads
             length = on_first_rank(
-                lambda: default_length(engine, dtype=dtype, new_tokens=new_tokens)
+                lambda: default_length(engine, few_show=few_show, new_tokens=new_tokens)
             )
         if count < 1 or length < 2 or new_tokens < 1:
             raise ValueError(
@@ -189,7 +191,7 @@ class Canary:
         self._timeout_s = timeout_s
         self._names: list[str] | None = None
         self._has_read = self._has_warned = False
-        self._reads = compare_tensors and isinstance(engine, WeightReader)
+        self._reads = reads
         self._checks = ServerChecks(dtype=dtype, tolerance=tolerance)
         self._rounding: float | None = None
         self._comparer = TensorComparer(model, wire=dtype, quantize=quantize)

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 LENGTH = 288  # of a canary's sequences, unless the engine's cache has longer blocks
-PRECISE_LENGTH = 72  # the same in float32, where a few scores show a fault
+SHORT_LENGTH = 72  # the same if a few scores show what they have to
 BATCH = 4  # rows in a forward pass, all of the same length
 CHUNK = 256  # rows of logits that are normalized at once
 
 log = logging.getLogger(__name__)
 
 
-def default_length(engine: Any, *, dtype: torch.dtype, new_tokens: int) -> int:
+def default_length(engine: Any, *, few_show: bool, new_tokens: int) -> int:
     """Return the length of a canary's sequences: a little more than two cache blocks.
 
     A prompt is cached in whole blocks and without its last token, so the continuation of a sequence
-    of this length reads two blocks. The length is at least 288, or 72 if the engine computes in
-    float32, and at most the engine's context. It is 288 if the engine has no ``cache_block`` or
-    can't read it.
+    of this length reads two blocks. The length is at least 288, or 72 if a few scores show a fault,
+    and at most the engine's context. It is 288 if the engine has no ``cache_block`` or can't read
+    it.
 
     Raises:
         RuntimeError: the engine knows its blocks, but not its context.
@@ -39,7 +39,7 @@ def default_length(engine: Any, *, dtype: torch.dtype, new_tokens: int) -> int:
         block = None
     if block is None:
         return LENGTH
-    wanted = max(2 * int(block) + 8, PRECISE_LENGTH if dtype == torch.float32 else LENGTH)
+    wanted = max(2 * int(block) + 8, SHORT_LENGTH if few_show else LENGTH)
     return min(wanted, int(engine.context_length) - new_tokens)
 
 

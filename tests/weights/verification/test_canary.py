@@ -430,7 +430,7 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("block", "context", "in_float32", "in_bfloat16"),
+    ("block", "context", "few_show", "few_do_not"),
     [
         (16, 4096, 72, 288),
         (32, 4096, 72, 288),
@@ -439,18 +439,29 @@ class Server:
         (528, 1000, 992, 992),
     ],
 )
-def test_the_length_of_sequences_by_hand(block, context, in_float32, in_bfloat16):
+def test_the_length_of_sequences_by_hand(block, context, few_show, few_do_not):
     server = Server(block, context)
-    found = [
-        scoring.default_length(server, dtype=dtype, new_tokens=8)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    assert found == [in_float32, in_bfloat16]
+    found = [scoring.default_length(server, few_show=one, new_tokens=8) for one in (True, False)]
+    assert found == [few_show, few_do_not]
 
 
 @pytest.mark.parametrize("engine", [Server(None), object()])
 def test_the_length_of_sequences_for_an_unknown_cache(engine):
-    assert scoring.default_length(engine, dtype=torch.float32, new_tokens=8) == 288
+    assert scoring.default_length(engine, few_show=True, new_tokens=8) == 288
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "length"),
+    [
+        (CopyEngine, torch.float32, 72),
+        (CopyEngine, torch.bfloat16, 288),
+        (ReadableEngine, torch.bfloat16, 72),
+    ],
+)
+def test_sequences_are_long_where_many_scores_are_needed(kind, dtype, length):
+    model = testing.tiny_model("llama", max_position_embeddings=1024)
+    watch = weights.Canary(model, kind(model), dtype=dtype)
+    assert {len(one) for one in watch.sequences} == {length}
 
 
 def test_an_engine_that_answers_nonsense_is_an_error():

@@ -1,4 +1,7 @@
-"""Compiled models, in a pytest without runtime type checks, which can't be traced."""
+"""Compiled models, in a pytest without runtime type checks, which can't be traced.
+
+python -m pytest -m slow tests/parallel/test_compiled.py  # also what CI leaves out, minutes
+"""
 
 import subprocess
 import sys
@@ -11,13 +14,18 @@ pytestmark = pytest.mark.thorough
 PROGRAM = Path(__file__).parents[1] / "ranks/compiled_models.py"
 
 
-def test_few_compilations_serve_every_pack_and_compute_what_eager_models_do():
+@pytest.mark.parametrize(
+    ("marked", "number"),
+    [("not slow", 10), pytest.param("slow or not slow", 13, marks=pytest.mark.slow)],
+)
+def test_few_compilations_serve_every_pack_and_compute_what_eager_models_do(marked, number):
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", PROGRAM],
+        [*command, "-m", marked, PROGRAM],
         capture_output=True,
         encoding="utf-8",
         timeout=600,
     )
 
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "13 passed" in run.stdout
+    assert f"{number} passed" in run.stdout

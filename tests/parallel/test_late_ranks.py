@@ -1,4 +1,7 @@
-"""Real ranks that are late by more than a collective's time limit, or that hang."""
+"""Real ranks that are late by more than a collective's time limit, or that hang.
+
+python -m pytest -m slow tests/parallel/test_late_ranks.py  # a minute
+"""
 
 import json
 
@@ -14,6 +17,7 @@ def run(root, folder, kind):
     return done, found
 
 
+@pytest.mark.slow
 def test_each_rank_may_be_late_where_ranks_wait_outside_of_collectives(root, tmp_path):
     """Servers, first rollouts, evaluation, loading, saving, verification, publication, report."""
     done, found = run(root, tmp_path, "late")

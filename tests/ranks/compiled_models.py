@@ -81,12 +81,14 @@ def family_model(family, how=None, **config):
     return parallel.recompute(model, **how) if how is not None else model
 
 
-@pytest.mark.parametrize("whole", ["layers", "in place", "model"])
-def test_two_compilations_serve_fifty_packs(whole):
+@pytest.mark.parametrize(
+    "whole", ["layers", "in place", pytest.param("model", marks=pytest.mark.slow)]
+)
+def test_two_compilations_serve_every_pack(whole):
     eager, backend = family_model("qwen3"), Backend("eager")
     model = compiled(family_model("qwen3"), whole, backend)
 
-    for ids, positions in random_packs(50):
+    for ids, positions in random_packs(20):
         for ours, expected in zip(
             train(model, ids, positions), train(eager, ids, positions), strict=True
         ):
@@ -114,7 +116,11 @@ def test_two_compilations_serve_every_pack_with_the_operator_of_gpus(monkeypatch
 
 @pytest.mark.parametrize(
     ("family", "how"),
-    [("qwen3", None), ("qwen3", {}), ("qwen3", {"selective": True})],
+    [
+        ("qwen3", None),
+        pytest.param("qwen3", {}, marks=pytest.mark.slow),
+        ("qwen3", {"selective": True}),
+    ],
 )
 def test_gradients_are_those_of_the_eager_model(family, how):
     eager, backend = family_model(family, how), Backend("aot_eager")
@@ -129,7 +135,9 @@ def test_gradients_are_those_of_the_eager_model(family, how):
     assert backend.graphs <= (2 if how is None else 4)  # recomputation has graphs of its own
 
 
-@pytest.mark.parametrize("top_k", [8, 64], ids=["chosen keys", "all keys"])
+@pytest.mark.parametrize(
+    "top_k", [8, pytest.param(64, marks=pytest.mark.slow)], ids=["chosen keys", "all keys"]
+)
 def test_layers_with_sparse_attention_compute_what_they_do_eagerly(top_k):
     """With breaks of the graph where keys are chosen, and none if all keys are seen."""
     config = {"index_topk": top_k, "index_n_heads": 8, "first_k_dense_replace": 2}

@@ -112,6 +112,7 @@ def test_a_student_reaches_its_teacher_where_rewards_alone_teach_nothing(root, f
     assert metrics[-1]["reward"] > metrics[0]["reward"]
 
 
+@pytest.mark.slow
 def test_judging_sampled_tokens_alone_the_kl_to_the_teacher_falls(root, folder, tmp_path):
     """From where the student samples some of what the teacher would."""
     options = {"teacher": (str(folder / "teacher"),), "model": str(folder / "pupil"), "lr": 1e-3}
@@ -177,6 +178,7 @@ SMALL = ["--groups-per-step", 6, "--eval-tasks", 2, "--eval-every", 0, "--dtype"
 SMALL += ["--lr", 1e-4, "--max-tokens", 6]
 
 
+@pytest.mark.slow
 def test_each_environment_has_its_teacher(root, chat_folder, tmp_path):
     words = ["--model", chat_folder / "student", *SMALL, "--steps", 2]
     words += ["--env", "reverse-words", "reasoning-gym:chain_sum"]

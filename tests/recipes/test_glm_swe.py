@@ -255,6 +255,7 @@ def test_the_rehearsal_trains(root, home):
     assert all("e_score_correction_bias" in name for name in same)
 
 
+@pytest.mark.slow
 def test_the_rehearsal_plays_its_environment_in_ray_actors(root, home):
     if importlib.util.find_spec("ray") is None:
         pytest.skip("ray is not installed")

@@ -808,12 +808,13 @@ def all_issues(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_the_reference_passes_in_every_layout_and_no_patch_fails(all_issues):
-    found = findings(all_issues, with_cheats=False)
-    assert [(one.name, one.reasons) for one in found] == [(name, ()) for name in LAYOUTS]
+def test_the_reference_passes_in_every_other_layout_and_no_patch_fails(tmp_path):
+    names = [*LAYOUTS][::2]
+    found = findings(issues_file(tmp_path, names), with_cheats=False)
+    assert [(one.name, one.reasons) for one in found] == [(name, ()) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # all layouts, with the reference and without a patch as well
 @pytest.mark.parametrize("grading", ["isolated", "command"])
 def test_no_cheat_passes_in_any_layout(all_issues, grading):
     found = findings(all_issues, grading=grading)

@@ -1,6 +1,8 @@
 """Servers that are killed and restarted during rollouts. Issue 5, Shows 6.
 
 The last file to run: it leaves the two servers dead.
+
+    python -m pytest -m slow tests/vllm/test_deaths.py  # four minutes
 """
 
 import asyncio
@@ -50,6 +52,7 @@ async def under_fire(engine, victim):
     return await asyncio.gather(*requests)
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_when_its_server_was_killed_and_restarted(
     pair, tied_experts, root, tmp_path, monkeypatch
 ):

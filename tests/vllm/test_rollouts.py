@@ -1,6 +1,8 @@
 """Rollouts of many turns on real vLLM while weights are published: every token's version is right.
 
 Each token's logprob is recomputed by a plain forward pass of the weights that it claims.
+
+    python -m pytest -m slow tests/vllm/test_rollouts.py  # updates that drain, and Ray: minutes
 """
 
 import functools
@@ -120,7 +122,10 @@ def recomputed(policy, samples):
     return found
 
 
-@pytest.mark.parametrize("on_update", ON_UPDATE)
+@pytest.mark.parametrize(
+    "on_update",
+    [pytest.param(one, marks=pytest.mark.slow) if one == "drain" else one for one in ON_UPDATE],
+)
 def test_every_token_was_sampled_by_its_version(server, policy, on_update):
     """Issue 5, Shows 1: 16 rollouts at once, three updates, each pause policy."""
     played = play(server, policy, on_update, place=lambda environment: environment)
@@ -128,6 +133,7 @@ def test_every_token_was_sampled_by_its_version(server, policy, on_update):
     check(policy, on_update, *played)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_every_token_of_actors_on_two_nodes_was_sampled_by_its_version(server, policy):
     with two_nodes() as cluster:

@@ -1,6 +1,6 @@
 """Compiled models, in a pytest without runtime type checks, which can't be traced.
 
-python -m pytest -m slow tests/parallel/test_compiled.py  # also what CI leaves out, minutes
+`pytest -m slow tests/parallel/test_compiled.py` also runs what CI leaves out (minutes).
 """
 
 import subprocess

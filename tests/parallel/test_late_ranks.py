@@ -1,6 +1,6 @@
 """Real ranks that are late by more than a collective's time limit, or that hang.
 
-python -m pytest -m slow tests/parallel/test_late_ranks.py  # a minute
+`pytest -m slow tests/parallel/test_late_ranks.py` runs the slow test (a minute).
 """
 
 import json

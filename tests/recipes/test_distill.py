@@ -1,4 +1,7 @@
-"""On-policy distillation: what it learns, and what becomes of teachers that return nothing."""
+"""On-policy distillation: what it learns, and what becomes of teachers that return nothing.
+
+`pytest -m slow tests/recipes/test_distill.py` runs the tests that CI leaves out (two minutes).
+"""
 
 import importlib.util
 import itertools

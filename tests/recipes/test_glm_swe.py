@@ -1,4 +1,7 @@
-"""The flagship recipe at the scale of a laptop."""
+"""The flagship recipe at the scale of a laptop.
+
+`pytest -m slow tests/recipes/test_glm_swe.py` plays its environment in Ray actors (two minutes).
+"""
 
 import collections
 import contextlib

@@ -1,6 +1,6 @@
 """The same attacks and hacks again, as an ordinary user: where the tests themselves run as root.
 
-python -m pytest -m slow tests/sandbox/test_ordinary_user.py  # also what CI leaves out, minutes
+`pytest -m slow tests/sandbox/test_ordinary_user.py` runs the files that CI leaves out (minutes).
 """
 
 import os

@@ -92,8 +92,8 @@ class WeightReceiver:
     def served_cache_block(self) -> dict[str, int]:
         """Return ``tokens``: prompts are cached in multiples of this many tokens.
 
-        For models with several kinds of blocks, such as those of attention and Mamba layers, vLLM
-        computes this number from all of them.
+        If a model has several kinds of blocks, such as those of attention and of Mamba layers, vLLM
+        computes a number that is valid for all kinds.
         """
         config = self.vllm_config.cache_config
         tokens = getattr(config, "cache_hit_alignment_tokens", None) or config.block_size

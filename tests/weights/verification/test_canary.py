@@ -238,6 +238,7 @@ def test_in_bfloat16_two_of_sixteen_sampled_tokens_may_be_off(odd, passes):
 
     assert verdict(noise[:16]).passed
     assert verdict(np.where(np.arange(16) < odd, 4.7, noise[:16])).passed == passes
+    assert not verdict(np.where(np.arange(16) < 1, math.nan, noise[:16])).passed
 
 
 @pytest.mark.parametrize("fault", [{"raw_logprobs": True}, {"clear_cache": False}])
